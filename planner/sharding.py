@@ -91,9 +91,7 @@ def splits_whole(size: int, ranks: int) -> bool:
     return size > 0 and chunk_sizes(size, ranks)[-1] > 0
 
 
-def local_shape(
-    shape: tuple[int, ...], sharding: Sharding, sizes: tuple[int, ...], coords: tuple[int, ...]
-) -> tuple[int, ...]:
+def local_shape(shape: tuple[int, ...], sharding: Sharding, sizes: tuple[int, ...], coords: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the part that the rank at ``coords`` holds. Axes split in the mesh's order, outermost first."""
     local = list(shape)
     for type_, size, coord in zip(sharding, sizes, coords):

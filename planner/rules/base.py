@@ -306,10 +306,7 @@ def show_mesh_strategy(inputs: Iterable[Sharding], outputs: Iterable[Sharding]) 
 
 def parse_mesh_strategy(text: str) -> tuple[tuple[Sharding, ...], tuple[Sharding, ...]]:
     left, right = text.split("->")
-    read = [
-        tuple(parse_sharding(part.strip()) for part in side.split("|")) if side.strip() else ()
-        for side in (left, right)
-    ]
+    read = [tuple(parse_sharding(part.strip()) for part in side.split("|")) if side.strip() else () for side in (left, right)]
     return read[0], read[1]
 
 

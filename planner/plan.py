@@ -1,0 +1,144 @@
+"""The plan: everything the runtime needs, as pure data.
+
+A plan holds shardings, sizes and names; nothing in it names importable code, a file or a URL. It is small: ops and parameters are
+written once per block class. The JSON form is canonical (sorted keys, fixed separators, finite numbers), so equal plans are equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from planner.mesh import Mesh
+
+SCHEMA_VERSION = 1
+
+Name = Annotated[str, Field(max_length=512)]
+Text = Annotated[str, Field(max_length=4096)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
+Bytes = Annotated[int, Field(ge=0, le=10**18)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Schedule = Literal["none", "gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
+Recompute = Literal["none", "selective", "full"]
+
+
+class Part(BaseModel):
+    """Base of all parts of a plan: strict, frozen, unknown fields refused."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class MeshPlan(Part):
+    pipe: Annotated[int, Field(ge=1, le=2**20)]
+    data: Annotated[int, Field(ge=1, le=2**20)]
+    tensor: Annotated[int, Field(ge=1, le=2**20)]
+    microbatches: Annotated[int, Field(ge=1, le=2**20)]
+
+    def mesh(self) -> Mesh:
+        return Mesh(self.pipe, self.data, self.tensor, self.microbatches)
+
+
+class ModelPlan(Part):
+    """What identifies the model: refused before any process group work where it differs."""
+
+    name: Name
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    torch: Name
+    loss: Literal["output", "callable", "none"]
+    parameters: Annotated[dict[Name, Name], Field(max_length=200_000)]
+    """Parameter name, with ``*`` for the index of an equal block, -> dtype and shape, ``float32[64,64]``."""
+    inputs: Any
+    """How tensors sit in (args, kwargs), with shapes and dtypes: the ``in_spec`` of ``planner.inputs``."""
+    batch_dims: dict[Name, Annotated[int, Field(ge=0, le=64)]]
+
+
+class SegmentPlan(Part):
+    """A class of equal segments (a transformer layer), or a single stretch of the graph between them."""
+
+    name: Name
+    """Module path with ``*`` for the index, ``transformer.h.*``."""
+    segments: list[Count]
+    """Which segments of the graph, in execution order, are of this class."""
+    ops: list[Text]
+    """One line per op in execution order: ``aten.linear.default: S(0),R | R,S(0) -> S(0),S(2)``; ``@kernel`` where it has one."""
+    recompute: Recompute = "none"
+
+
+class ParameterPlan(Part):
+    """Storage of one parameter (or, with ``*``, of the equal parameters of equal blocks)."""
+
+    name: Name
+    sharding: Name
+    """One type per typed axis of the mesh (micro included, always R there): I or R is stored whole, S(d) split along d.
+    R: the gradient is a pending sum, all-reduced over the axis once per step."""
+    fsdp: bool = False
+    """Stored split over the data axis by fully_shard and gathered for use (the type on data is R)."""
+
+
+class StagePlan(Part):
+    """The consecutive segments that one pipe coordinate holds: [first, last)."""
+
+    first: Count
+    last: Count
+
+
+class Predicted(Part):
+    step_time_s: Seconds
+    peak_memory_bytes: list[Bytes]
+    """Per stage, per GPU."""
+    breakdown: dict[Name, Seconds]
+    """Seconds by kind: compute, communication, bubble, optimizer, ...; sums to step_time_s."""
+    memory: list[dict[Name, Bytes]]
+    """Per stage: bytes by kind: parameters, gradients, optimizer, activations, transient; sums to the peak."""
+    replicated_time_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the compute time spent in ops that run whole on every rank for want of a rule."""
+
+
+class SolverReport(Part):
+    status: Literal["optimal", "feasible", "forced"]
+    objective: Seconds
+    bound: Seconds
+    gap: Annotated[float, Field(ge=0)]
+    """(objective - bound) / objective."""
+    seconds: Seconds
+    scope: Text
+    """What the bound speaks about: which meshes, micro-batch counts and cuts were searched or pruned by a bound."""
+    candidates: Count = 0
+    """How many (mesh, micro-batches) were considered, pruned ones included."""
+
+
+class Alternative(Part):
+    """A runner-up, for ``explain``."""
+
+    what: Text
+    step_time_s: Seconds | None
+    """None where it does not fit or has no legal strategy."""
+    why: Text = ""
+
+
+class Plan(Part):
+    schema_version: Literal[1] = 1
+    model: ModelPlan
+    mesh: MeshPlan
+    schedule: Schedule
+    stages: list[StagePlan]
+    segments: list[SegmentPlan]
+    parameters: list[ParameterPlan]
+    optimizer: Name
+    precision: Literal["fp32", "bf16-mixed", "fp16-mixed"]
+    hardware: Name
+    hardware_id: Name
+    memory_per_gpu: Bytes
+    predicted: Predicted
+    solver: SolverReport
+    alternatives: list[Alternative] = []
+    warnings: list[Text] = []
+
+    _loss: Callable[..., Any] | None = PrivateAttr(default=None)
+    """The loss callable of ``auto_parallelize``, carried in memory only; a plan from a file needs ``parallelize(..., loss=...)``."""
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.pipe * self.mesh.data * self.mesh.tensor
