@@ -55,7 +55,8 @@ class Curve(Model):
     """``y`` over ``x``, straight between points on log-log axes.
 
     Left of the first point ``y`` stays at its first value (the latency floor of a time, the worst efficiency). Right of the
-    last point it goes on with slope ``tail``: 1 for a time (the last bandwidth holds), 0 for an efficiency.
+    last point it goes on with slope ``tail``: 1 for a time (the last bandwidth holds), 0 for an efficiency. A time never falls
+    with size: where a noisy table dips, the larger value before it holds.
     """
 
     x: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=4096)]
@@ -75,7 +76,8 @@ class Curve(Model):
 
     @functools.cached_property
     def _logs(self) -> tuple[Array, Array]:
-        return np.log(np.asarray(self.x)), np.log(np.asarray(self.y))
+        y = np.asarray(self.y)
+        return np.log(np.asarray(self.x)), np.log(np.maximum.accumulate(y) if self.tail else y)
 
     def at(self, x: ArrayLike) -> Array:
         """The curve at ``x`` (any shape, >= 0), element by element."""

@@ -1,8 +1,9 @@
 """What was measured, published or assumed of devices and links, and the times that follow.
 
     time of an op         = launch + max( flops / (peak(kind, dtype) * efficiency(flops)), nbytes / (bandwidth * efficiency(nbytes)) )
-    time of a collective  = table of its collective and group, log-log interpolated; for another group the table's floor is
-                            scaled by latency steps and the rest by bytes over the slowest link (``links.steps``, ``links.traffic``)
+    time of a collective  = table of its collective and group, log-log interpolated; for another group the nearest table's floor
+                            is scaled by latency steps (``links.steps``) and the rest by the bytes over the link that bounds
+                            the table (``links.traffic``), and never less than the other link needs
 """
 
 from __future__ import annotations
@@ -177,14 +178,17 @@ class HardwareProfile(Model):
             return np.zeros_like(size)
         table = self._table(collective, group)
         if table is None:
-            result: Array = self._latency_s(collective, group) + size * self._per_byte_s(collective, group)
+            result: Array = self._latency_s(collective, group) + size * max(self._per_byte_s(collective, group))
             return result
         if table.group == group:
             return table.seconds.at(size)
         floor = table.seconds.y[0]
         latency = floor * self._latency_s(collective, group) / self._latency_s(collective, table.group)
-        scale = self._per_byte_s(collective, group) / self._per_byte_s(collective, table.group)
-        moved: Array = latency + np.maximum(table.seconds.at(size) - floor, 0.0) * scale
+        theirs = self._per_byte_s(collective, table.group)
+        ours = self._per_byte_s(collective, group)
+        slow = theirs.index(max(theirs))
+        scaled = (table.seconds.at(size) - floor) * ours[slow] / theirs[slow]
+        moved: Array = latency + np.maximum(scaled, size * ours[1 - slow])
         return moved
 
     def optimizer_time_s(self, nbytes: ArrayLike) -> Array:
@@ -227,9 +231,10 @@ class HardwareProfile(Model):
         step_s = self.link(group).step_latency.value
         return self.launch_overhead.value + within * self.link_within.step_latency.value + between * step_s
 
-    def _per_byte_s(self, collective: str, group: Group) -> float:
+    def _per_byte_s(self, collective: str, group: Group) -> tuple[float, float]:
+        """Seconds per byte of size that the link within a node and the one between nodes need at least."""
         within, between = traffic(collective, group)
-        return max(within / self.link_within.bandwidth.value, between / self.link(group).bandwidth.value)
+        return within / self.link_within.bandwidth.value, between / self.link(group).bandwidth.value
 
     # -- JSON ----------------------------------------------------------------------------------------------------------
 

@@ -67,9 +67,7 @@ class Step:
 
 
 @functools.lru_cache(maxsize=200_000)
-def steps(
-    source: Sharding, target: Sharding, shape: tuple[int, ...], sizes: tuple[int, ...], grad: bool = True
-) -> tuple[Step, ...]:
+def steps(source: Sharding, target: Sharding, shape: tuple[int, ...], sizes: tuple[int, ...], grad: bool = True) -> tuple[Step, ...]:
     """The steps from ``source`` to ``target``, in order. Without gradient, changes between I and R vanish.
 
     Raises ReshardError where a step does not exist (S -> P).
