@@ -1,0 +1,250 @@
+"""One op on one rank: its arguments made local, its kernel chosen. Needs no process group.
+
+``local_call`` turns a node and its strategy into a plain function of local tensors, used by the lowering and by the tests that prove
+the rules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planner.errors import PlanError
+from planner.graph import Arg, Node, Symbol, Value
+from planner.mesh import Axis
+from planner.rules.base import MeshStrategy, Rule
+from planner.sharding import Sharding, chunk_sizes, chunk_start, local_shape
+from runtime.kernels import KERNELS, KernelInfo
+from runtime.ops import OPS
+
+TRAINING_FLAGS = {"aten.dropout.default": 2, "aten.feature_dropout.default": 2, "aten.alpha_dropout.default": 2,
+                  "aten.native_dropout.default": 2, "shard.batch_norm": 5}  # fmt: skip
+"""Op -> position of the argument that says "training": turned off in ``eval()``."""
+DROPOUT_PROBABILITIES = {"aten.scaled_dot_product_attention.default": 4}
+"""Op -> position of a dropout probability: zero in ``eval()``."""
+
+
+def resolve(op: str) -> Callable[..., Any]:
+    """"aten.linear.default" -> the torch op; "shard.valid_count" -> the project's own. Nothing outside torch.ops can be named."""
+    if op in OPS:
+        return OPS[op]
+    parts = op.split(".")
+    if len(parts) != 3:
+        raise PlanError(f"unknown op {op!r}: expected namespace.name.overload or one of {sorted(OPS)}")
+    try:
+        return getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])  # type: ignore[no-any-return]
+    except AttributeError as error:
+        raise PlanError(f"op {op!r} does not exist in torch {torch.__version__}") from error
+
+
+def to_torch(arg: Arg) -> Any:
+    """Symbols become torch constants, tuples lists; Values stay."""
+    if isinstance(arg, Symbol):
+        if arg.kind == "device":
+            return torch.device(arg.value)
+        return getattr(torch, arg.value)
+    return [to_torch(item) for item in arg] if isinstance(arg, tuple) else arg
+
+
+def local_args(
+    node: Node, rule: Rule | None, strategy: MeshStrategy | None, axes: Sequence[Axis], coords: Sequence[int]
+) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
+    """The node's arguments with sizes made local."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if rule is None or strategy is None:
+        return tuple(args), kwargs
+    for position, what in rule.local_args:
+        if what == "shape":
+            sharding = strategy.outputs[0] if strategy.per_axis else ()
+            size: Arg = local_shape(node.outputs[0].shape, sharding, tuple(a.size for a in axes), tuple(coords))
+        else:
+            size = factor_part(rule, strategy, axes, coords, what)[1]
+        if position < len(args):
+            args[position] = size
+    return tuple(args), kwargs
+
+
+def factor_part(
+    rule: Rule, strategy: MeshStrategy, axes: Sequence[Axis], coords: Sequence[int], factor: str
+) -> tuple[int, int]:
+    """(global start, local size) of this rank's part of a factor."""
+    start, size = 0, rule.size[factor]
+    for one, axis, coord in zip(strategy.per_axis, axes, coords):
+        if one.factor == factor:
+            start += chunk_start(size, axis.size, coord)
+            size = chunk_sizes(size, axis.size)[coord]
+    return start, size
+
+
+def kernel_info(
+    node: Node, rule: Rule, strategy: MeshStrategy, axes: Sequence[Axis], coords: Sequence[int]
+) -> KernelInfo:
+    return KernelInfo(
+        op=node.op,
+        axes=tuple((a.name, s.factor) for a, s in zip(axes, strategy.per_axis) if s.kernel),
+        sizes=rule.size,
+        starts={f: factor_part(rule, strategy, axes, coords, f)[0] for f in rule.size},
+    )
+
+
+def evaluation_mode(node: Node, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
+    """The arguments as ``model.eval()`` would give them."""
+    changed = list(args)
+    if (flag := TRAINING_FLAGS.get(node.op)) is not None and flag < len(args):
+        changed[flag] = False
+    if (p := DROPOUT_PROBABILITIES.get(node.op)) is not None and p < len(args):
+        changed[p] = 0.0
+    return tuple(changed)
+
+
+def draws(node: Node, rule: Rule | None, args: tuple[Arg, ...]) -> bool:
+    """True if the op really draws random numbers with these arguments."""
+    if rule is None or not rule.random:
+        return False
+    if (flag := TRAINING_FLAGS.get(node.op)) is not None and flag < len(args):
+        return bool(args[flag])
+    if (p := DROPOUT_PROBABILITIES.get(node.op)) is not None:
+        return p < len(args) and args[p] != 0.0
+    return True
+
+
+# ---------------------------------------------------------------- randomness
+
+
+@dataclass
+class RandomState:
+    """Where the random numbers of a step come from: one seed, counted on with every step."""
+
+    seed: int = 0
+    step: int = 0
+
+
+RANDOM = RandomState()
+
+
+def seed_of(name: str, coords: Sequence[int], micro: int) -> int:
+    """Reproducible from (seed, step, op, micro-batch, coordinates along the axes that split the tensor), on any machine."""
+    text = f"{RANDOM.seed}/{RANDOM.step}/{name}/{micro}/{tuple(coords)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def seeded(op: Callable[..., Any], name: str, coords: Sequence[int]) -> Callable[..., Any]:
+    """``op`` drawing from its own stream, whatever was drawn before: the same on ranks with equal ``coords``, and when recomputed."""
+
+    def call(micro: int, *args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=_cuda_devices()):
+            torch.manual_seed(seed_of(name, coords, micro))
+            return op(*args, **kwargs)
+
+    call.__name__ = f"seeded_{getattr(op, '__name__', 'op').replace('.', '_')}"
+    return call
+
+
+def _cuda_devices() -> list[int]:
+    return [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+
+
+def random_coords(sharding: Sharding, axes: Sequence[Axis], coords: Sequence[int]) -> tuple[int, ...]:
+    """Coordinates along the ranked axes that split the tensor; -1 elsewhere (the micro-batch is told apart by itself)."""
+    return tuple(c if t.is_split and not a.is_time else -1 for t, a, c in zip(sharding, axes, coords))
+
+
+# ---------------------------------------------------------------- regions
+
+
+def in_context(op: Callable[..., Any], context: str) -> Callable[..., Any]:
+    """``op`` inside the regions that the model ran it in: ``autocast(cpu,bfloat16)``, ``autocast(cpu,off)``, ``no_grad``."""
+    regions = [region for region in context.split(";") if region]
+    if not regions:
+        return op
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        import contextlib
+
+        with contextlib.ExitStack() as stack:
+            for region in regions:
+                stack.enter_context(_region(region))
+            return op(*args, **kwargs)
+
+    call.__name__ = f"{getattr(op, '__name__', 'op').replace('.', '_')}_in_{'_'.join(r.split('(')[0] for r in regions)}"
+    return call
+
+
+def _region(region: str) -> Any:
+    if region == "no_grad":
+        return torch.no_grad()
+    if region == "enable_grad":
+        return torch.enable_grad()
+    if region.startswith("autocast("):
+        device, dtype = region[len("autocast(") : -1].split(",")[:2]
+        if dtype == "off":
+            return torch.autocast(device, enabled=False)
+        return torch.autocast(device, dtype=getattr(torch, dtype), cache_enabled=False)
+    raise PlanError(f"unknown region {region!r} in the graph")
+
+
+# ---------------------------------------------------------------- one op
+
+
+@dataclass(frozen=True)
+class LocalOp:
+    """``call(*args)`` with local tensors in the places of Values; ``micro_first``: it takes the micro-batch's index first."""
+
+    call: Callable[..., Any]
+    args: tuple[Arg, ...]
+    kwargs: dict[str, Arg]
+    micro_first: bool = False
+
+    def run(self, tensors: dict[Value, Any], micro: int = 0) -> Any:
+        args = [fill(to_torch(arg), tensors) for arg in self.args]
+        kwargs = {key: fill(to_torch(arg), tensors) for key, arg in self.kwargs.items()}
+        return self.call(*([micro] if self.micro_first else []), *args, **kwargs)
+
+
+def fill(arg: Any, tensors: dict[Value, Any]) -> Any:
+    if isinstance(arg, Value):
+        return tensors[arg]
+    return [fill(item, tensors) for item in arg] if isinstance(arg, list) else arg
+
+
+def local_call(
+    node: Node,
+    rule: Rule | None,
+    strategy: MeshStrategy | None,
+    axes: Sequence[Axis],
+    coords: Sequence[int],
+    training: bool = True,
+) -> LocalOp:
+    """The op of ``node`` as the rank at ``coords`` runs it."""
+    args, kwargs = local_args(node, rule, strategy, axes, coords)
+    if not training:
+        args = evaluation_mode(node, args)
+    call: Callable[..., Any] = resolve(node.op)
+    if strategy is not None and strategy.kernel and rule is not None:
+        call = _kernel_call(strategy.kernel, call, kernel_info(node, rule, strategy, axes, coords))
+    call = in_context(call, node.context)
+    random = draws(node, rule, args)
+    if random:
+        sharding = strategy.outputs[0] if strategy and strategy.per_axis else ()
+        call = seeded(call, node.name, random_coords(sharding, axes, coords))
+    return LocalOp(call, args, kwargs, random)
+
+
+def _kernel_call(name: str, op: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:
+    if name not in KERNELS:
+        raise PlanError(f"the plan names kernel {name!r} for {info.op}, known are {sorted(KERNELS)}")
+    kernel = KERNELS[name]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return kernel(op, list(args), dict(kwargs), info)
+
+    call.__name__ = name
+    return call
+
+
+getitem = operator.getitem
