@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cost_models.errors import MeasureError, ProfileError
+from cost_models.errors import ProfileError
 from cost_models.profile import HardwareProfile
 
 
@@ -31,7 +31,4 @@ def measure_profile(
         raise ProfileError(f"device must be 'cpu' or 'cuda', got {device!r}")
     if budget_s < 5:
         raise ProfileError(f"measuring needs a budget of at least 5 s (starting the processes takes some), got {budget_s:g}")
-    records, facts = run_ranks(ranks, budget_s, device, progress)
-    if not records:
-        raise MeasureError(f"nothing was measured with {ranks} ranks in {budget_s:g} s; give a larger budget")
-    return profile_from_records(records, facts, ranks, device)
+    return profile_from_records(run_ranks(ranks, budget_s, device, progress), ranks, device)

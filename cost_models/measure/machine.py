@@ -48,3 +48,24 @@ def _control_group_limits() -> list[int]:
         if text.isdigit():
             limits.append(int(text))
     return limits
+
+
+def describe(device: str) -> tuple[str, str]:
+    """(short name, one line) of what is measured."""
+    import torch
+
+    if device == "cuda":
+        gpu = torch.cuda.get_device_name(0)
+        return gpu.lower().replace(" ", "-")[:80], f"{gpu}, torch {torch.__version__}, nccl"
+    return "cpu", f"{cpu_model()}, {usable_cores()} cores, torch {torch.__version__}, gloo"
+
+
+def memory_per_rank_bytes(device: str, ranks: int) -> tuple[float, str]:
+    """(usable bytes per rank, how they were found)."""
+    if device == "cuda":
+        import torch
+
+        total = min(torch.cuda.get_device_properties(i).total_memory for i in range(ranks))
+        return float(max(total - 2 * 2**30, total // 2)), "memory of the device less 2 GiB for context and buffers"
+    share = usable_memory_bytes() * 0.8 / ranks
+    return float(int(share)), f"0.8 of the memory that processes may use, over {ranks} ranks"

@@ -1,0 +1,197 @@
+"""One measuring process: ``python -m cost_models.measure.worker '{json}'``. Rank 0 writes one JSON line per sample.
+
+All ranks run the same plan in step: every decision (how often, stop, skip) follows from figures that all ranks share.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+
+from cost_models.links import COLLECTIVES
+from cost_models.measure.kernels import Kernel, build_collective, build_compute
+from cost_models.measure.plan import Sample, Series, all_samples, all_series
+
+REPEATS = 5
+MIN_REPEAT_S = 0.002
+MAX_CALLS = 500
+
+
+@dataclass
+class Rank:
+    """What one measuring process knows."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    deadline: float
+    groups: dict[tuple[int, int], dist.ProcessGroup | None] = field(default_factory=dict)
+    last_s: dict[Series, tuple[int, float]] = field(default_factory=dict)
+
+    def slowest(self, *values: float) -> list[float]:
+        """The largest of each value over all ranks."""
+        if self.ranks == 1:
+            return list(values)
+        shared = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return [float(value) for value in shared.cpu()]
+
+    def start_together(self) -> None:
+        """Wait for the device and for the other ranks."""
+        self.wait()
+        if self.ranks > 1:
+            dist.barrier()
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, kernel: Kernel, calls: int) -> float:
+        """Seconds of one piece of work, over ``calls`` calls, all ranks started together."""
+        self.start_together()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            kernel.run()
+        self.wait()
+        return (time.perf_counter() - begin) / calls / kernel.per_call
+
+    def kernel(self, sample: Sample) -> Kernel:
+        """Build the kernel of a sample."""
+        series = sample.series
+        if series.what in COLLECTIVES:
+            return build_collective(sample, self.groups.get((series.ranks, series.stride)), self.device)
+        return build_compute(sample, self.device)
+
+    def time(self, sample: Sample) -> dict[str, object] | None:
+        """Median over repetitions of the slowest rank; None where the time left is too short."""
+        before_step, before_s = self.last_s.get(sample.series, (sample.step, 0.0))
+        power = 3 if sample.series.what == "matmul" else 2 if sample.series.what in ("attention", "conv") else 1
+        expected_s = before_s * (sample.step / before_step) ** power
+        (now,) = self.slowest(time.monotonic())
+        if now + 3 * expected_s > self.deadline:
+            return None
+        kernel = self.kernel(sample)
+        kernel.run()
+        (once,) = self.slowest(self.seconds(kernel, 1))
+        call_s = once * kernel.per_call
+        calls = max(1, min(MAX_CALLS, int(MIN_REPEAT_S / max(call_s, 1e-9))))
+        (now,) = self.slowest(time.monotonic())
+        repeats = max(1, min(REPEATS, int((self.deadline - now) / max(calls * call_s, 1e-9))))
+        times = self.slowest(*[self.seconds(kernel, calls) for _ in range(repeats)])
+        seconds = statistics.median(times)
+        self.last_s[sample.series] = (sample.step, seconds * kernel.per_call)
+        return {"series": sample.series.name, "size": kernel.size, "seconds": seconds, "repeats": repeats}
+
+
+def time_overlap(me: Rank) -> dict[str, object]:
+    """How many times slower a matmul runs while an all_reduce is in flight, all ranks at once.
+
+    The matmuls fill half of the time that the all_reduce takes, so that it is in flight all along.
+    """
+    side, nbytes = (4096, 2**28) if me.device.type == "cuda" else (128, 2**22)
+    matmul = build_compute(Sample(Series("matmul"), side), me.device)
+    message = torch.zeros(nbytes // 4, device=me.device)
+    reduce = Kernel(lambda: dist.all_reduce(message), nbytes)
+    alone_s, reduce_s = me.slowest(me.seconds(matmul, 3), me.seconds(reduce, 2))
+    calls = max(1, int(reduce_s / 2 / alone_s))
+    alone, together = [], []
+    for _ in range(REPEATS):
+        alone.append(me.seconds(matmul, calls))
+        me.start_together()
+        begin = torch.cuda.Event(enable_timing=True) if me.device.type == "cuda" else None
+        work = dist.all_reduce(message, async_op=True)
+        start = time.perf_counter()
+        if begin is not None:
+            begin.record()
+        for _ in range(calls):
+            matmul.run()
+        if begin is not None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            end.synchronize()
+            together.append(begin.elapsed_time(end) / 1e3 / calls)
+        else:
+            together.append((time.perf_counter() - start) / calls)
+        work.wait()
+    shared = me.slowest(*alone, *together)
+    ratio = statistics.median(shared[REPEATS:]) / statistics.median(shared[:REPEATS])
+    return {"series": "overlap/float32", "size": nbytes, "seconds": max(1.0, ratio), "repeats": REPEATS}
+
+
+def make_groups(me: Rank) -> None:
+    """One process group for each shape of the plan; every rank creates all of them, in the same order."""
+    for series in all_series(me.ranks, me.device.type):
+        shape = (series.ranks, series.stride)
+        if series.what not in COLLECTIVES or series.what == "send" or shape in me.groups:
+            continue
+        if series.ranks == me.ranks:
+            me.groups[shape] = None
+            continue
+        span = series.ranks * series.stride
+        for start in (block + offset for block in range(0, me.ranks, span) for offset in range(series.stride)):
+            members = [start + i * series.stride for i in range(series.ranks)]
+            group = dist.new_group(members)
+            if me.rank in members:
+                me.groups[shape] = group
+
+
+def run(me: Rank, out: TextIO | None) -> None:
+    """Take the samples in order until the deadline."""
+
+    def write(record: dict[str, object]) -> None:
+        if out is not None:
+            out.write(json.dumps(record) + "\n")
+            out.flush()
+
+    for sample in all_samples(me.ranks, me.device.type):
+        if sample.series.what == "overlap":
+            (now,) = me.slowest(time.monotonic())
+            record = time_overlap(me) if now + 1.0 < me.deadline else None
+        else:
+            record = me.time(sample)
+        if record is not None:
+            write(record)
+    write({"done": True})
+
+
+def main(argument: str) -> None:
+    """Join the other ranks and measure."""
+    setup = json.loads(argument)
+    faulthandler.dump_traceback_later(max(1.0, setup["hard_deadline"] - time.monotonic()), exit=True)
+    torch.set_num_threads(1)
+    cuda = setup["device"] == "cuda"
+    device = torch.device("cuda", setup["rank"]) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if setup["ranks"] > 1:
+        store = dist.FileStore(setup["store"], setup["ranks"])
+        limit = timedelta(seconds=setup["hard_deadline"] - time.monotonic())
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", store=store, rank=setup["rank"], world_size=setup["ranks"], timeout=limit
+        )
+    me = Rank(setup["rank"], setup["ranks"], device, setup["deadline"])
+    with torch.no_grad():
+        make_groups(me)
+        if me.rank == 0:
+            with Path(setup["records"]).open("w") as out:
+                run(me, out)
+        else:
+            run(me, None)
+    if setup["ranks"] > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
