@@ -6,12 +6,17 @@ written once per block class. The JSON form is canonical (sorted keys, fixed sep
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from planner.mesh import Mesh
+
+if TYPE_CHECKING:
+    from planner.diff import PlanDiff
 
 SCHEMA_VERSION = 1
 
@@ -142,3 +147,45 @@ class Plan(Part):
     @property
     def world_size(self) -> int:
         return self.mesh.pipe * self.mesh.data * self.mesh.tensor
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal plans are equal bytes."""
+        from planner.plan_io import to_json
+
+        return to_json(self)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Plan:
+        """Raises PlanError naming the field, its value and what is allowed there."""
+        from planner.plan_io import from_json
+
+        return from_json(text)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan aside, then rename it to ``path``."""
+        from planner.plan_io import save
+
+        return save(self, path)
+
+    def explain(self) -> str:
+        """Why each choice was made, what the runners-up would cost, what binds."""
+        from planner.explain import explain
+
+        return explain(self)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changes from this plan to ``other``; prints readably, false where nothing does."""
+        from planner.diff import diff
+
+        return diff(self, other)
+
+    def show(self, html: str | os.PathLike[str] | None = None) -> None:
+        """Draw the plan in the terminal, or write it as one self-contained page to the path ``html``."""
+        from planner.show import show
+
+        show(self, html)
+
+    def _repr_html_(self) -> str:
+        from planner.show import fragment
+
+        return fragment(self)
