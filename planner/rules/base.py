@@ -75,6 +75,11 @@ class Rule:
     """The op is a sum of terms, each multilinear in these inputs. () for a non-linear op."""
     sums: bool = True
     """A factor missing from the outputs was summed over; False where it was reduced otherwise (max) and so must stay whole."""
+    makes: frozenset[str] = frozenset()
+    """Factors of outputs that no input has and that a rank can still make its own part of (an expanded dim, zeros): an argument tells
+    the op how much to make, see ``local_args``."""
+    ignored: frozenset[int] = frozenset()
+    """Inputs whose values are not read (``type_as`` reads a dtype only): they come in any type, in every strategy."""
     extra: tuple[Strategy, ...] = ()
     kind: str = "memory"
     """What bounds its time: "memory", "matmul", "attention", "conv" or "view" (no kernel runs at all)."""
@@ -196,7 +201,7 @@ def one_axis(rule_: Rule, grad_in: Sequence[bool], grad_out: Sequence[bool], ran
         _pending_strategies(rule_),
         (extra for extra in rule_.extra if _extra_splits(rule_, extra, ranks)),
     )
-    for strategy in candidates:
+    for strategy in itertools.chain.from_iterable(_any_ignored(rule_, candidate, ranks) for candidate in candidates):
         strategy = replace(
             strategy,
             inputs=tuple(_canonical(t, grad) for t, grad in zip(strategy.inputs, grad_in, strict=True)),
@@ -232,7 +237,7 @@ def _split_strategies(rule_: Rule, ranks: int) -> Iterator[Strategy]:
             continue
         if any(reduced) and not all(reduced) and rule_.linear:
             continue
-        if all(p is None for p in inputs):
+        if all(p is None for p in inputs) and factor not in rule_.makes:
             # nothing says which part a rank should make: only ops that read a factor can split it
             continue
         types: list[Type] = [p or R for p in inputs]
@@ -265,6 +270,23 @@ def _pending_strategies(rule_: Rule) -> Iterator[Strategy]:
     for choice in itertools.product(*(sorted(term) for term in rule_.linear)):
         types = [P if i in choice else R for i in range(len(rule_.inputs))]
         yield Strategy(tuple(types), (P,) * len(rule_.outputs))
+
+
+def _any_ignored(rule_: Rule, strategy: Strategy, ranks: int) -> Iterator[Strategy]:
+    """The strategy itself, then with every other type of the inputs that are not read."""
+    if not rule_.ignored:
+        yield strategy
+        return
+    choices: list[list[Type]] = []
+    for position, type_ in enumerate(strategy.inputs):
+        others: list[Type] = []
+        if position in rule_.ignored:
+            dims = rule_.inputs[position]
+            whole = [math.prod(rule_.size[f] for f in dim) for dim in dims]
+            others = [t for t in (I, R, P, *(S(d) for d, size in enumerate(whole) if splits_whole(size, ranks))) if t != type_]
+        choices.append([type_, *others])
+    for inputs in itertools.product(*choices):
+        yield replace(strategy, inputs=inputs)
 
 
 def _extra_splits(rule_: Rule, extra: Strategy, ranks: int) -> bool:
