@@ -190,10 +190,12 @@ class Graph:
 
     @functools.cached_property
     def parameter_dependent(self) -> frozenset[str]:
-        """Names of nodes whose value depends on a parameter (or a buffer, which steps change)."""
+        """Names of nodes whose value depends on a parameter, or on a buffer that the step changes."""
         found: set[str] = set()
+        mutated = {name for name, _ in self.mutations}
         for node in self.nodes:
-            if node.op in (PARAMETER, BUFFER) or any(value.node in found for value in node.inputs):
+            changes = node.op == PARAMETER or (node.op == BUFFER and node.target in mutated)
+            if changes or any(value.node in found for value in node.inputs):
                 found.add(node.name)
         return frozenset(found)
 

@@ -7,12 +7,12 @@ the rules.
 from __future__ import annotations
 
 import hashlib
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from runtime.ops import OPS
 
 from planner.errors import PlanError
 from planner.graph import Arg, Node, Symbol, Value
@@ -20,7 +20,6 @@ from planner.mesh import Axis
 from planner.rules.base import MeshStrategy, Rule
 from planner.sharding import Sharding, chunk_sizes, chunk_start, local_shape
 from runtime.kernels import KERNELS, KernelInfo
-from runtime.ops import OPS
 
 TRAINING_FLAGS = {"aten.dropout.default": 2, "aten.feature_dropout.default": 2, "aten.alpha_dropout.default": 2,
                   "aten.native_dropout.default": 2, "shard.batch_norm": 5}  # fmt: skip
@@ -30,7 +29,7 @@ DROPOUT_PROBABILITIES = {"aten.scaled_dot_product_attention.default": 4}
 
 
 def resolve(op: str) -> Callable[..., Any]:
-    """"aten.linear.default" -> the torch op; "shard.valid_count" -> the project's own. Nothing outside torch.ops can be named."""
+    """ "aten.linear.default" -> the torch op; "shard.valid_count" -> the project's own. Nothing outside torch.ops can be named."""
     if op in OPS:
         return OPS[op]
     parts = op.split(".")
@@ -69,9 +68,7 @@ def local_args(
     return tuple(args), kwargs
 
 
-def factor_part(
-    rule: Rule, strategy: MeshStrategy, axes: Sequence[Axis], coords: Sequence[int], factor: str
-) -> tuple[int, int]:
+def factor_part(rule: Rule, strategy: MeshStrategy, axes: Sequence[Axis], coords: Sequence[int], factor: str) -> tuple[int, int]:
     """(global start, local size) of this rank's part of a factor."""
     start, size = 0, rule.size[factor]
     for one, axis, coord in zip(strategy.per_axis, axes, coords):
@@ -81,9 +78,7 @@ def factor_part(
     return start, size
 
 
-def kernel_info(
-    node: Node, rule: Rule, strategy: MeshStrategy, axes: Sequence[Axis], coords: Sequence[int]
-) -> KernelInfo:
+def kernel_info(node: Node, rule: Rule, strategy: MeshStrategy, axes: Sequence[Axis], coords: Sequence[int]) -> KernelInfo:
     return KernelInfo(
         op=node.op,
         axes=tuple((a.name, s.factor) for a, s in zip(axes, strategy.per_axis) if s.kernel),
@@ -200,16 +195,31 @@ class LocalOp:
     kwargs: dict[str, Arg]
     micro_first: bool = False
 
-    def run(self, tensors: dict[Value, Any], micro: int = 0) -> Any:
-        args = [fill(to_torch(arg), tensors) for arg in self.args]
-        kwargs = {key: fill(to_torch(arg), tensors) for key, arg in self.kwargs.items()}
+    def run(self, tensors: Sequence[Any], micro: int = 0) -> Any:
+        """Call with the tensor inputs in the order of ``Node.inputs``."""
+        args, kwargs = self.filled(tensors)
         return self.call(*([micro] if self.micro_first else []), *args, **kwargs)
 
+    def filled(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments with ``tensors`` (or graph nodes) in the places of Values, by order of appearance."""
+        remaining = iter(tensors)
+        args = [_fill(to_torch(arg), remaining) for arg in self.args]
+        return args, {key: _fill(to_torch(arg), remaining) for key, arg in self.kwargs.items()}
 
-def fill(arg: Any, tensors: dict[Value, Any]) -> Any:
+
+def _fill(arg: Any, remaining: Iterator[Any]) -> Any:
     if isinstance(arg, Value):
-        return tensors[arg]
-    return [fill(item, tensors) for item in arg] if isinstance(arg, list) else arg
+        return next(remaining)
+    return [_fill(item, remaining) for item in arg] if isinstance(arg, list) else arg
+
+
+def returns_sequence(node: Node) -> bool:
+    """True if the op returns a tuple or list, also one of length 1."""
+    op = resolve(node.op)
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return len(node.outputs) > 1
+    return len(schema.returns) != 1 or "[]" in str(schema.returns[0].type) or "List" in str(schema.returns[0].type)
 
 
 def local_call(
@@ -245,6 +255,3 @@ def _kernel_call(name: str, op: Callable[..., Any], info: KernelInfo) -> Callabl
 
     call.__name__ = name
     return call
-
-
-getitem = operator.getitem

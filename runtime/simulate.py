@@ -1,6 +1,6 @@
 """Ranks as threads of one process: collectives without processes, for proving rules and lowered stages.
 
-    results = simulate({"data": 2, "tensor": 2}, lambda coordinates: ...)
+results = simulate({"data": 2, "tensor": 2}, lambda coordinates: ...)
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def simulate(axes: Mapping[str, int], body: Callable[[dict[str, int]], Any], tim
     def groups_at(coords: tuple[int, ...]) -> dict[str, SimulatedGroup]:
         groups = {}
         for i, name in enumerate(names):
-            others = coords[:i] + (-1,) + coords[i + 1 :]
+            others = (*coords[:i], -1, *coords[i + 1 :])
             meeting = meetings.setdefault((name, others), _Meeting(sizes[i], timeout_s))
             groups[name] = SimulatedGroup(meeting, sizes[i], coords[i])
         return groups
