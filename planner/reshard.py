@@ -79,6 +79,9 @@ def steps(source: Sharding, target: Sharding, shape: tuple[int, ...], sizes: tup
         if state[axis] == to:
             return
         before = state[axis]
+        if before.is_split and to.is_split and before.dim == to.dim:
+            change(axis, R)
+            before = R
         if (before.kind, to.kind) not in COLLECTIVES:
             raise ReshardError(f"no conversion from {before} to {to} (tensor of shape {shape})")
         state[axis] = R

@@ -9,7 +9,10 @@ S(d)  split along dim d, the ``torch.chunk`` rule  S(d)
 P     a pending sum                                R
 ===== ============================================ =======================
 
-Text form of a type: ``I``, ``R``, ``P``, ``S(0)``. Text form of a sharding: types joined by commas in the order of the mesh's
+``S(d:g)`` is a split along d inside each of g equal groups: a fused query-key-value dim of 3 x 64 over 4 ranks as ``S(d:3)`` gives
+each rank 16 of the query, 16 of the key and 16 of the value rows. It needs a length that g x ranks divides.
+
+Text form of a type: ``I``, ``R``, ``P``, ``S(0)``, ``S(0:3)``. Text form of a sharding: types joined by commas in the order of the mesh's
 axes, ``S(0),R``; a mesh without axes has the sharding ``-``. Both forms parse back.
 """
 
@@ -25,13 +28,16 @@ __all__ = ["Type", "I", "R", "P", "S", "Sharding", "chunk_sizes", "chunk_start",
 
 @dataclass(frozen=True, order=True)
 class Type:
-    """One axis' type. ``kind`` is one of "I", "R", "S", "P"; ``dim`` is set for "S" only."""
+    """One axis' type. ``kind`` is one of "I", "R", "S", "P"; ``dim`` and ``groups`` are set for "S" only."""
 
     kind: str
     dim: int = -1
+    groups: int = 1
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.kind == "S" else self.kind
+        if self.kind != "S":
+            return self.kind
+        return f"S({self.dim})" if self.groups == 1 else f"S({self.dim}:{self.groups})"
 
     __repr__ = __str__
 
@@ -43,10 +49,10 @@ class Type:
     def parse(text: str) -> Type:
         if text in ("I", "R", "P"):
             return Type(text)
-        match = re.fullmatch(r"S\((\d{1,2})\)", text)
-        if not match:
-            raise ReshardError(f"unknown sharding type {text!r}: expected I, R, P or S(dim)")
-        return Type("S", int(match[1]))
+        match = re.fullmatch(r"S\((\d{1,2})(?::(\d{1,6}))?\)", text)
+        if not match or match[2] in ("0", "1"):
+            raise ReshardError(f"unknown sharding type {text!r}: expected I, R, P, S(dim) or S(dim:groups)")
+        return Type("S", int(match[1]), int(match[2] or 1))
 
 
 I = Type("I")
@@ -54,8 +60,8 @@ R = Type("R")
 P = Type("P")
 
 
-def S(dim: int) -> Type:
-    return Type("S", dim)
+def S(dim: int, groups: int = 1) -> Type:
+    return Type("S", dim, groups)
 
 
 Sharding = tuple[Type, ...]

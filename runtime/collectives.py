@@ -96,39 +96,50 @@ def group_of(axis: str) -> Group:
 
 def move(x: Tensor, group: Group, source: Type, target: Type, size: int) -> Tensor:
     """Convert ``x`` from one type to another on one axis, without autograd. ``size``: length of the split dim over the whole axis."""
-    pair = (source.kind, target.kind)
-    match pair:
+    n = group.size
+    match (source.kind, target.kind):
         case ("I", "R") | ("R", "I") | ("I", "I") | ("R", "R"):
             return x
         case ("P", "I") | ("P", "R"):
             return group.all_reduce(x)
         case ("S", "R") | ("S", "I"):
-            return group.all_gather(x, source.dim, chunk_sizes(size, group.size))
+            return swap(group.all_gather(x, source.dim, chunk_sizes(size, n)), source.dim, n, source.groups)
         case ("P", "S"):
-            return group.reduce_scatter(x, target.dim, chunk_sizes(x.shape[target.dim], group.size))
+            return group.reduce_scatter(swap(x, target.dim, target.groups, n), target.dim, chunk_sizes(x.shape[target.dim], n))
         case ("I", "S") | ("R", "S"):
-            return own_part(x, group, target.dim)
+            return own_part(x, target, n, group.rank)
         case ("R", "P") | ("I", "P"):
             return x if group.rank == 0 else torch.zeros_like(x)
         case ("S", "P"):
-            return _zeros_around(x, group, source.dim, size)
+            return _zeros_around(x, group, source, size)
         case ("S", "S"):
-            sizes = chunk_sizes(size, group.size)
-            return group.all_to_all(x, target.dim, chunk_sizes(x.shape[target.dim], group.size), source.dim, sizes)
+            x = swap(x, target.dim, target.groups, n)
+            parts = chunk_sizes(x.shape[target.dim], n)
+            return swap(group.all_to_all(x, target.dim, parts, source.dim, chunk_sizes(size, n)), source.dim, n, source.groups)
     raise ReshardError(f"no conversion from {source} to {target}")
 
 
-def own_part(x: Tensor, group: Group, dim: int) -> Tensor:
-    size = x.shape[dim]
-    return x.narrow(dim, chunk_start(size, group.size, group.rank), chunk_sizes(size, group.size)[group.rank])
+def swap(x: Tensor, dim: int, outer: int, inner: int) -> Tensor:
+    """Reorder a dim that is (outer, inner, rest) long into (inner, outer, rest): from grouped to contiguous parts, or back."""
+    if outer == 1 or inner == 1:
+        return x
+    return x.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
 
 
-def _zeros_around(x: Tensor, group: Group, dim: int, size: int) -> Tensor:
+def own_part(x: Tensor, type_: Type, ranks: int, rank: int) -> Tensor:
+    """Rank's part of a whole tensor under a split type. A view where the parts are contiguous."""
+    if type_.groups > 1:
+        x = swap(x, type_.dim, type_.groups, ranks)
+    size = x.shape[type_.dim]
+    return x.narrow(type_.dim, chunk_start(size, ranks, rank), chunk_sizes(size, ranks)[rank])
+
+
+def _zeros_around(x: Tensor, group: Group, type_: Type, size: int) -> Tensor:
     shape = list(x.shape)
-    shape[dim] = size
+    shape[type_.dim] = size
     whole = x.new_zeros(shape)
-    whole.narrow(dim, chunk_start(size, group.size, group.rank), x.shape[dim]).copy_(x)
-    return whole
+    whole.narrow(type_.dim, chunk_start(size, group.size, group.rank), x.shape[type_.dim]).copy_(x)
+    return swap(whole, type_.dim, group.size, type_.groups)
 
 
 class Convert(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 
 from planner.reshard import COLLECTIVES, steps
 from planner.sharding import S, Type, chunk_sizes, parse
-from runtime.collectives import convert, local
+from runtime.collectives import convert, local, own_part
 from runtime.simulate import simulate
 
 
@@ -16,7 +16,7 @@ def pieces(whole: torch.Tensor, type_: Type, ranks: int) -> list[torch.Tensor]:
     if type_.kind in "IR":
         return [whole.clone() for _ in range(ranks)]
     if type_.is_split:
-        return [p.clone() for p in whole.split(list(chunk_sizes(whole.shape[type_.dim], ranks)), type_.dim)]
+        return [own_part(whole, type_, ranks, rank).clone() for rank in range(ranks)]
     parts = [torch.randn_like(whole) for _ in range(ranks - 1)]
     return [*parts, whole - sum(parts)]
 
@@ -26,24 +26,34 @@ def whole_of(parts: list[torch.Tensor], type_: Type) -> torch.Tensor:
         for part in parts:
             torch.testing.assert_close(part, parts[0])
         return parts[0]
-    return torch.cat(parts, type_.dim) if type_.is_split else sum(parts)
+    if not type_.is_split:
+        return sum(parts)
+    # a grouped split, taken apart by hand: group by group, rank by rank
+    pieces = [part.chunk(type_.groups, type_.dim) for part in parts]
+    return torch.cat([piece[g] for g in range(type_.groups) for piece in pieces], type_.dim)
 
 
 def dual(type_: Type) -> Type:
     return type_ if type_.is_split else Type({"I": "I", "R": "P", "P": "R"}[type_.kind])
 
 
-PAIRS = [
-    (Type(a) if a != "S" else S(0), Type(b) if b != "S" else S(1) if a == "S" else S(0)) for a, b in COLLECTIVES
-] + [(S(1), Type("R")), (Type("P"), S(1)), (Type("R"), S(1)), (S(1), S(0))]
+PAIRS = [(Type(a) if a != "S" else S(0), Type(b) if b != "S" else S(1) if a == "S" else S(0)) for a, b in COLLECTIVES] + [
+    (S(1), Type("R")),
+    (Type("P"), S(1)),
+    (Type("R"), S(1)),
+    (S(1), S(0)),
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_value_and_gradient(pair, ranks):
-    source, target = pair
+    check(*pair, ranks, (7, 5))
+
+
+def check(source, target, ranks, shape):
     torch.manual_seed(0)
-    whole, grad = torch.randn(7, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    whole, grad = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
     xs, gs = pieces(whole, source, ranks), pieces(grad, dual(target), ranks)
     size = whole.shape[source.dim] if source.is_split else 0
 
@@ -56,6 +66,18 @@ def test_value_and_gradient(pair, ranks):
     results = simulate({"a": ranks}, body)
     torch.testing.assert_close(whole_of([y for y, _ in results], target), whole)
     torch.testing.assert_close(whole_of([g for _, g in results], dual(source)), grad)
+
+
+GROUPED = [
+    (S(0, 2), Type("R")), (S(0, 2), Type("I")), (Type("P"), S(0, 2)), (Type("I"), S(0, 2)), (Type("R"), S(0, 2)),
+    (S(0, 2), S(1)), (S(1), S(0, 2)), (S(0, 2), S(1, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("pair", GROUPED, ids=lambda p: f"{p[0]}-{p[1]}")
+def test_grouped_splits(pair, ranks):
+    check(*pair, ranks, (4 * 2 * 3, 3 * 4 * 3))
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (7, 6)])
