@@ -17,8 +17,8 @@ from runtime.ops import OPS
 from planner.errors import PlanError
 from planner.graph import Arg, Node, Symbol, Value
 from planner.mesh import Axis
-from planner.rules.base import MeshStrategy, Rule
-from planner.sharding import Sharding, chunk_sizes, chunk_start, local_shape
+from planner.rules.base import MeshStrategy, Rule, local_argument, local_factors
+from planner.sharding import Sharding, local_shape
 from runtime.kernels import KERNELS, KernelInfo
 
 TRAINING_FLAGS = {"aten.dropout.default": 2, "aten.feature_dropout.default": 2, "aten.alpha_dropout.default": 2,
@@ -55,35 +55,24 @@ def local_args(
 ) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
     """The node's arguments with sizes made local."""
     args, kwargs = list(node.args), dict(node.kwargs)
-    if rule is None or strategy is None:
+    if rule is None or strategy is None or not rule.local_args:
         return tuple(args), kwargs
+    sizes = tuple(axis.size for axis in axes)
+    shape = local_shape(node.outputs[0].shape, strategy.outputs[0] if strategy.per_axis else (), sizes, tuple(coords))
+    parts = local_factors(rule, strategy.per_axis, sizes, coords)
     for position, what in rule.local_args:
-        if what == "shape":
-            sharding = strategy.outputs[0] if strategy.per_axis else ()
-            size: Arg = local_shape(node.outputs[0].shape, sharding, tuple(a.size for a in axes), tuple(coords))
-        else:
-            size = factor_part(rule, strategy, axes, coords, what)[1]
         if position < len(args):
-            args[position] = size
+            args[position] = local_argument(what, shape, parts)
     return tuple(args), kwargs
 
 
-def factor_part(rule: Rule, strategy: MeshStrategy, axes: Sequence[Axis], coords: Sequence[int], factor: str) -> tuple[int, int]:
-    """(global start, local size) of this rank's part of a factor."""
-    start, size = 0, rule.size[factor]
-    for one, axis, coord in zip(strategy.per_axis, axes, coords):
-        if one.factor == factor:
-            start += chunk_start(size, axis.size, coord)
-            size = chunk_sizes(size, axis.size)[coord]
-    return start, size
-
-
 def kernel_info(node: Node, rule: Rule, strategy: MeshStrategy, axes: Sequence[Axis], coords: Sequence[int]) -> KernelInfo:
+    parts = local_factors(rule, strategy.per_axis, tuple(axis.size for axis in axes), coords)
     return KernelInfo(
         op=node.op,
         axes=tuple((a.name, s.factor) for a, s in zip(axes, strategy.per_axis) if s.kernel),
         sizes=rule.size,
-        starts={f: factor_part(rule, strategy, axes, coords, f)[0] for f in rule.size},
+        starts={factor: start for factor, (start, _) in parts.items()},
     )
 
 
