@@ -52,6 +52,11 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> Path:
     data = to_json(plan).encode("ascii")
     if len(data) > MAX_BYTES:
         raise PlanError(f"plan of {plan.model.name!r} is {len(data):,} bytes long, more than the {MAX_BYTES:,} that load_plan reads")
+    return write_aside(target, data)
+
+
+def write_aside(target: Path, data: bytes) -> Path:
+    """Write a file aside and rename it. Raises PlanError naming the path where that fails."""
     try:
         handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
         try:
@@ -66,7 +71,7 @@ def save(plan: Plan, path: str | os.PathLike[str]) -> Path:
                 os.unlink(aside)
             raise
     except OSError as error:
-        raise PlanError(f"cannot write the plan to {str(target)!r}: {error.strerror or error}") from None
+        raise PlanError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
     return target
 
 
