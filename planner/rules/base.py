@@ -23,12 +23,12 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.errors import ShardwrightError
 from planner.graph import Arg, Node, Spec
-from planner.sharding import I, P, R, S, Sharding, Type, splits_whole
+from planner.sharding import I, P, R, S, Sharding, Type, chunk_sizes, chunk_start, splits_whole
 from planner.sharding import parse as parse_sharding
 from planner.sharding import show as show_sharding
 
@@ -90,7 +90,8 @@ class Rule:
     extra_saved_bytes_per_point: float = 0.0
     """Further bytes that the backward needs, per output element (a dropout mask: 1)."""
     local_args: tuple[tuple[int, str], ...] = ()
-    """Arguments that hold sizes: (position, "shape") becomes the local shape of output 0, (position, factor) the factor's local size."""
+    """Arguments that hold sizes, as (position, what): "shape" is the local shape of output 0, a factor its local size, and a list such as
+    "[h (t d) 1 3]" the local sizes of factors, products of factors and plain numbers. See ``local_argument``."""
     random: bool = False
     """Draws random numbers: lowered with a seed that differs exactly over the axes that split the output."""
 
@@ -164,18 +165,27 @@ def make_rule(text: str, call: Call, **fields: object) -> Rule:
     left, right = text.split("->")
     inputs = parse_dims(left) if left.strip() else ()
     outputs = parse_dims(right) if right.strip() else ()
+    return dims_rule(call, inputs, outputs, **fields)
+
+
+def dims_rule(call: Call, inputs: Sequence[Dims], outputs: Sequence[Dims], **fields: object) -> Rule:
+    """``make_rule`` for dims that are computed rather than written."""
+    inputs, outputs = tuple(inputs), tuple(outputs)
+    text = f"{inputs} -> {outputs}"
     sizes = dict(fields.pop("sizes", {}))  # type: ignore[call-overload]
     shapes = [spec.shape for spec in call.specs] + [spec.shape for spec in call.node.outputs]
+    if len(shapes) != len(inputs + outputs):
+        raise ShardwrightError(f"rule {text} does not fit {call.node}: it has {len(shapes)} tensors")
     for dims, shape in zip(inputs + outputs, shapes):
         if len(dims) != len(shape):
-            raise ShardwrightError(f"rule {text!r} does not fit {call.node}: {dims} against shape {shape}")
+            raise ShardwrightError(f"rule {text} does not fit {call.node}: {dims} against shape {shape}")
         for dim, size in zip(dims, shape):
             if len(dim) == 1:
                 sizes.setdefault(dim[0], size)
     for dims, shape in zip(inputs + outputs, shapes):
         for dim, size in zip(dims, shape):
             if math.prod(sizes[factor] for factor in dim) != size:
-                raise ShardwrightError(f"rule {text!r} does not fit {call.node}: dim {dim} is not {size} long")
+                raise ShardwrightError(f"rule {text} does not fit {call.node}: dim {dim} is not {size} long")
     for name in ("whole",):
         if name in fields:
             fields[name] = frozenset(fields[name])  # type: ignore[call-overload]
@@ -355,6 +365,33 @@ def _nest(rule_: Rule, combination: Sequence[Strategy], sizes: Sequence[int]) ->
             if rule_.size[factor] % ranks:
                 return False
     return True
+
+
+def local_factors(
+    rule_: Rule, strategies: Sequence[Strategy], sizes: Sequence[int], coordinates: Sequence[int]
+) -> dict[str, tuple[int, int]]:
+    """Factor -> (first index, size) of the part that the rank at ``coordinates`` works on. Axes split outermost first."""
+    parts = {factor: (0, size) for factor, size in rule_.sizes}
+    for strategy, ranks, rank in zip(strategies, sizes, coordinates):
+        if strategy.factor:
+            start, size = parts[strategy.factor]
+            parts[strategy.factor] = (start + chunk_start(size, ranks, rank), chunk_sizes(size, ranks)[rank])
+    return parts
+
+
+def local_argument(what: str, shape: tuple[int, ...], parts: Mapping[str, tuple[int, int]]) -> int | tuple[int, ...]:
+    """The local value of an argument that holds sizes: one entry of ``Rule.local_args``.
+
+    ``shape``: local shape of output 0; ``parts``: what ``local_factors`` gives.
+    """
+    if what == "shape":
+        return shape
+    if not what.startswith("["):
+        return parts[what][1]
+    sizes = []
+    for token in _TOKEN.findall(what[1:-1]):
+        sizes.append(int(token) if token.isdigit() else math.prod(parts[factor][1] for factor in _dim(token)))
+    return tuple(sizes)
 
 
 def rule_of(node: Node, specs: Sequence[Spec]) -> Rule | None:
