@@ -106,7 +106,9 @@ def from_json(text: str | bytes) -> Plan:
 
 def migrate(data: Data) -> Data:
     """Bring a plan's data to the present schema version, one version at a time."""
-    version = data.get("schema_version")
+    if "schema_version" not in data:
+        raise PlanError(f"schema_version: missing, but required (this release writes {SCHEMA_VERSION}); is this a plan?")
+    version = data["schema_version"]
     if type(version) is not int:
         raise PlanError(f"schema_version: {_short(version)}, must be the integer {SCHEMA_VERSION} (or an older one)")
     while version != SCHEMA_VERSION:

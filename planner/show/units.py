@@ -26,9 +26,9 @@ def share(value: float) -> str:
     return f"{_three(100 * value)} %"
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, ending: str = "s") -> str:
     """``1 op``, ``3 ops``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{ending}"
 
 
 def _three(value: float) -> str:
