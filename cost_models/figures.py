@@ -51,6 +51,13 @@ class Figure(Model):
         return self.value
 
 
+@functools.lru_cache(maxsize=1024)
+def _logs(x: tuple[float, ...], y: tuple[float, ...], tail: int) -> tuple[Array, Array]:
+    """Logarithms of the points; those of a time made non-decreasing."""
+    values = np.asarray(y)
+    return np.log(np.asarray(x)), np.log(np.maximum.accumulate(values) if tail else values)
+
+
 class Curve(Model):
     """``y`` over ``x``, straight between points on log-log axes.
 
@@ -64,7 +71,7 @@ class Curve(Model):
     tail: Literal[0, 1]
     provenance: Provenance
     residual: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Mean absolute relative deviation of the samples from this curve; None where the curve is the samples."""
+    """Mean relative distance of the measured seconds from the fitted ones; None for a curve that was not measured."""
 
     @model_validator(mode="after")
     def _sorted(self) -> Self:
@@ -74,14 +81,9 @@ class Curve(Model):
             raise ValueError("the x of a curve must grow strictly")
         return self
 
-    @functools.cached_property
-    def _logs(self) -> tuple[Array, Array]:
-        y = np.asarray(self.y)
-        return np.log(np.asarray(self.x)), np.log(np.maximum.accumulate(y) if self.tail else y)
-
     def at(self, x: ArrayLike) -> Array:
         """The curve at ``x`` (any shape, >= 0), element by element."""
-        log_x, log_y = self._logs
+        log_x, log_y = _logs(self.x, self.y, self.tail)
         asked = np.log(np.maximum(np.asarray(x, dtype=np.float64), self.x[0]))
         beyond = np.maximum(asked - log_x[-1], 0.0)
         result: Array = np.exp(np.interp(asked, log_x, log_y) + self.tail * beyond)

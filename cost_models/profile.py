@@ -1,14 +1,13 @@
 """What was measured, published or assumed of devices and links, and the times that follow.
 
-    time of an op         = launch + max( flops / (peak(kind, dtype) * efficiency(flops)), nbytes / (bandwidth * efficiency(nbytes)) )
-    time of a collective  = table of its collective and group, log-log interpolated; for another group the nearest table's floor
-                            is scaled by latency steps (``links.steps``) and the rest by the bytes over the link that bounds
-                            the table (``links.traffic``), and never less than the other link needs
+time of an op         = launch + max( flops / (peak(kind, dtype) * efficiency(flops)), nbytes / (bandwidth * efficiency(nbytes)) )
+time of a collective  = table of its collective and group, log-log interpolated; for another group the nearest table's floor
+                        is scaled by latency steps (``links.steps``) and the rest by the bytes over the link that bounds
+                        the table (``links.traffic``), and never less than the other link needs
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from typing import Annotated, Literal, Self
@@ -109,7 +108,8 @@ class HardwareProfile(Model):
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
+    # Not cached on the model: a copy with other fields would carry the old value along.
+    @property
     def id(self) -> str:
         """Twelve hex digits of the SHA-256 of the content."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
@@ -131,7 +131,8 @@ class HardwareProfile(Model):
 
     def shaped(self, nodes: int, gpus_per_node: int) -> HardwareProfile:
         """The same devices and links as a cluster of another shape."""
-        return self.model_validate({**dict(self), "nodes": nodes, "gpus_per_node": gpus_per_node})
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_validate({**fields, "nodes": nodes, "gpus_per_node": gpus_per_node})
 
     # -- times ---------------------------------------------------------------------------------------------------------
 
@@ -215,11 +216,7 @@ class HardwareProfile(Model):
 
     def _table(self, collective: str, group: Group) -> CollectiveTable | None:
         """The table of the nearest group on the same kind of link: by ranks per node, then by ranks, on a log scale."""
-        fitting = [
-            table
-            for table in self.collectives
-            if table.collective == collective and (table.group.nodes > 1) == (group.nodes > 1)
-        ]
+        fitting = [table for table in self.collectives if table.collective == collective and (table.group.nodes > 1) == (group.nodes > 1)]
 
         def distance(table: CollectiveTable) -> tuple[float, float]:
             return abs(np.log(table.per_node / group.per_node)), abs(np.log(table.ranks / group.size))

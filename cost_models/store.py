@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cost_models.errors import ProfileError
 from cost_models.measure import Progress, measure_profile
+from cost_models.measure.machine import cpu_model, describe, usable_memory_bytes
 from cost_models.presets import cluster
 from cost_models.profile import HardwareProfile
 
@@ -18,9 +19,7 @@ MEASURE_BUDGET_S = 30.0
 MAX_FILE_BYTES = 16 * 2**20
 
 
-def load_profile(
-    spec: str | Path | HardwareProfile | None, *, ranks: int, progress: Progress | bool | None = None
-) -> HardwareProfile:
+def load_profile(spec: str | Path | HardwareProfile | None, *, ranks: int, progress: Progress | bool | None = None) -> HardwareProfile:
     """The profile for ``ranks`` devices.
 
     ``spec``: a preset ("h100", "h100:4", "h100:16x8"), the path of a profile JSON (it ends in .json or holds a separator),
@@ -75,12 +74,11 @@ def cache_path(ranks: int, device: str) -> Path:
 
 def fingerprint(device: str) -> str:
     """Twelve hex digits for what decides the figures: processor, cores, memory, accelerator, torch."""
-    import torch
-
-    from cost_models.measure.machine import cpu_model, usable_cores, usable_memory_bytes
-
-    parts = [platform.machine(), cpu_model(), usable_cores(), usable_memory_bytes() >> 28, torch.__version__]
+    # Memory to a quarter GiB: what the kernel keeps for itself differs a little from start to start.
+    parts = [platform.machine(), cpu_model(), usable_memory_bytes() >> 28, describe(device)]
     if device == "cuda":
+        import torch
+
         parts += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
@@ -95,25 +93,42 @@ def _with_room(profile: HardwareProfile, ranks: int, what: str) -> HardwareProfi
 
 
 def _this_machine(ranks: int, progress: Progress | bool | None) -> HardwareProfile:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
+    device = _device(ranks)
     path = cache_path(ranks, device)
     if path.exists():
         try:
-            kept = read_profile(path)
-            if kept.ranks_measured == ranks:
-                return kept
-            why = f"it was measured with {kept.ranks_measured} ranks, not {ranks}"
+            return _belongs_here(read_profile(path), ranks, device)
         except ProfileError as error:
             why = str(error).splitlines()[0]
-        warnings.warn(f"the cached hardware profile {path} cannot be used, measuring anew: {why}", stacklevel=3)
+            warnings.warn(f"the kept hardware profile {path} cannot be used, measuring anew: {why}", stacklevel=3)
     profile = _measure_shown(ranks, device, progress)
     try:
         write_profile(profile, path)
     except OSError as error:
         warnings.warn(f"the hardware profile could not be kept in {path}: {error}", stacklevel=3)
     return profile
+
+
+def _device(ranks: int) -> str:
+    """What ``ranks`` processes run on here: GPUs where there are any, else CPU cores."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < count < ranks:
+        raise ProfileError(
+            f"this machine has {count} GPUs, {ranks} were asked for; name the hardware to plan for (as in hardware='h100'), "
+            f"hardware='cpu' for CPU processes, or ask for at most {count}"
+        )
+    return "cuda" if count else "cpu"
+
+
+def _belongs_here(kept: HardwareProfile, ranks: int, device: str) -> HardwareProfile:
+    """Refuse a kept profile that was measured elsewhere or with other ranks."""
+    if kept.ranks_measured != ranks:
+        raise ProfileError(f"it was measured with {kept.ranks_measured} ranks, not {ranks}")
+    if not kept.description.startswith(describe(device)[1]):
+        raise ProfileError(f"it was measured on another machine ({kept.description})")
+    return kept
 
 
 def _measure_shown(ranks: int, device: str, progress: Progress | bool | None) -> HardwareProfile:
@@ -127,6 +142,4 @@ def _measure_shown(ranks: int, device: str, progress: Progress | bool | None) ->
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"measuring this machine with {ranks} ranks", total=1.0)
-        return measure_profile(
-            ranks, MEASURE_BUDGET_S, device, lambda share, what: bar.update(task, completed=share, description=what)
-        )
+        return measure_profile(ranks, MEASURE_BUDGET_S, device, lambda share, what: bar.update(task, completed=share, description=what))

@@ -14,9 +14,7 @@ class Progress(Protocol):
     def __call__(self, share: float, what: str) -> None: ...
 
 
-def measure_profile(
-    ranks: int, budget_s: float = 30.0, device: str = "cpu", progress: Progress | None = None
-) -> HardwareProfile:
+def measure_profile(ranks: int, budget_s: float = 30.0, device: str = "cpu", progress: Progress | None = None) -> HardwareProfile:
     """Measure this machine with ``ranks`` processes at work at the same time, within ``budget_s`` seconds in all.
 
     ``device``: "cpu" (gloo, one thread per process) or "cuda" (nccl, one GPU per process). Raises ``ProfileError`` for a

@@ -1,9 +1,12 @@
 """From samples to a profile.
 
-    launch      seconds of a tiny op
-    efficiency  size / (seconds - launch) / peak, where peak is the best size's: over FLOPs for arithmetic, bytes for memory
-    collective  seconds over sizes; where groups near and far have the same size, the slower of the two
-    residual    mean relative error of predicting each inner sample from its two neighbours (None below three samples)
+launch      seconds of a tiny op
+efficiency  size / (seconds - launch) / peak, never above 1, where peak is the best size / seconds: over FLOPs for
+            arithmetic, bytes for memory
+collective  seconds over sizes; groups near and far of one size are averaged (geometric mean)
+twice       of two passes the faster: what other processes do only adds
+monotone    seconds never fall with size: noise that says so is averaged away (isotonic regression of log seconds)
+residual    mean relative distance of the samples from the fitted seconds
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ Points = list[tuple[float, float]]
 
 def profile_from_records(records: Sequence[dict[str, Any]], ranks: int, device: str) -> HardwareProfile:
     """The profile that the records of ``run_ranks`` give. Raises ``MeasureError`` where the essential samples are missing."""
-    points: dict[str, Points] = defaultdict(list)
+    best: dict[str, dict[float, float]] = defaultdict(dict)
     for record in records:
-        points[record["series"]].append((float(record["size"]), float(record["seconds"])))
+        sizes, size, seconds = best[record["series"]], float(record["size"]), float(record["seconds"])
+        sizes[size] = min(seconds, sizes.get(size, seconds))
+    points = {series: sorted(sizes.items()) for series, sizes in best.items()}
     missing = [name for name in ("launch/float32", "memory/float32", "matmul/float32") if name not in points]
     if missing:
         raise MeasureError(f"time ran out before {', '.join(missing)} was measured; give a larger budget")
@@ -69,11 +74,12 @@ class _Fit:
 
     def efficiency(self, name: str) -> tuple[Figure, Curve]:
         """Peak per second and the share of it over sizes."""
-        size, seconds = _columns(self.points[name])
-        # Launching cannot be more than nine tenths of an op that does something, whatever the noise says.
-        rate = size / np.maximum(seconds - self.launch_s, seconds * 0.1)
-        peak = Figure(value=float(rate.max()), unit="per second", provenance=self.measured)
-        return peak, self.curve(size, rate / rate.max(), 0, residual(size, seconds))
+        size, raw = _columns(self.points[name])
+        seconds = monotone(raw)
+        best = float((size / seconds).max())
+        net = np.maximum(seconds - self.launch_s, size / best)
+        peak = Figure(value=best, unit="per second", provenance=self.measured)
+        return peak, self.curve(size, size / net / best, 0, residual(raw, net + self.launch_s))
 
     def curve(self, x: np.ndarray, y: np.ndarray, tail: Literal[0, 1], error: float | None) -> Curve:
         return Curve(x=tuple(x.tolist()), y=tuple(y.tolist()), tail=tail, provenance=self.measured, residual=error)
@@ -89,7 +95,7 @@ class _Fit:
             if kind in ("matmul", "attention", "conv"):
                 peak, curve = self.efficiency(name)
                 peak = peak.model_copy(update={"unit": "FLOPs/s"})
-                found.append(Rate.model_validate(dict(kind=kind, dtype=dtype, peak=peak, efficiency=curve)))
+                found.append(Rate.model_validate({"kind": kind, "dtype": dtype, "peak": peak, "efficiency": curve}))
         return tuple(sorted(found, key=lambda rate: (rate.kind, rate.dtype)))
 
     def optimizer(self) -> Figure:
@@ -110,17 +116,18 @@ class _Fit:
         return Figure(value=preset("cpu").overlap.value if self.ranks > 1 else 1.0, unit="ratio", provenance=assumed)
 
     def tables(self) -> tuple[CollectiveTable, ...]:
-        merged: dict[tuple[str, int], dict[float, float]] = defaultdict(dict)
+        merged: dict[tuple[str, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
         for name, found in self.points.items():
             what, _, shape = name.partition("/")
             if what in COLLECTIVES:
-                seconds = merged[what, int(shape.partition("x")[0])]
                 for size, value in found:
-                    seconds[size] = max(value, seconds.get(size, 0.0))
+                    merged[what, int(shape.partition("x")[0])][size].append(value)
         tables = []
-        for (what, size), pairs in sorted(merged.items()):
-            x, y = _columns(sorted(pairs.items()))
-            fields = dict(collective=what, ranks=size, per_node=size, seconds=self.curve(x, y, 1, residual(x, y)))
+        for (what, size), timed in sorted(merged.items()):
+            x, raw = _columns([(nbytes, float(np.exp(np.mean(np.log(values))))) for nbytes, values in timed.items()])
+            y = monotone(raw)
+            seconds = self.curve(x, y, 1, residual(raw, y))
+            fields = {"collective": what, "ranks": size, "per_node": size, "seconds": seconds}
             tables.append(CollectiveTable.model_validate(fields))
         return tuple(tables)
 
@@ -145,20 +152,25 @@ def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[np.ndarray, np.ndarr
     return x, y
 
 
-def residual(size: np.ndarray, seconds: np.ndarray) -> float | None:
-    """Mean relative error of each inner sample against the log-log line between its neighbours."""
-    if len(size) < 3:
-        return None
-    x, y = np.log(size), np.log(seconds)
-    share = (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
-    line = y[:-2] + share * (y[2:] - y[:-2])
-    return float(np.mean(np.abs(np.exp(line - y[1:-1]) - 1)))
+def monotone(seconds: np.ndarray) -> np.ndarray:
+    """The non-decreasing sequence nearest to ``seconds`` in the mean square of logarithms (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in np.log(seconds):
+        mean, count = float(value), 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    return np.exp(np.repeat([mean for mean, _ in pools], [count for _, count in pools]))
+
+
+def residual(samples: np.ndarray, fitted: np.ndarray) -> float:
+    """Mean relative distance of the samples from the fit."""
+    return float(np.mean(np.abs(samples / fitted - 1)))
 
 
 def _samples(name: str, found: Points) -> Samples:
     size, seconds = _columns(found)
     what = name.partition("/")[0]
-    unit: Literal["FLOPs", "bytes", "ops"] = (
-        "FLOPs" if what in ("matmul", "attention", "conv") else "ops" if what == "launch" else "bytes"
-    )
+    unit: Literal["FLOPs", "bytes", "ops"] = "FLOPs" if what in ("matmul", "attention", "conv") else "ops" if what == "launch" else "bytes"
     return Samples(what=name, unit=unit, sizes=tuple(size.tolist()), seconds=tuple(seconds.tolist()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -52,12 +53,13 @@ def _control_group_limits() -> list[int]:
 
 def describe(device: str) -> tuple[str, str]:
     """(short name, one line) of what is measured."""
-    import torch
-
+    version = importlib.metadata.version("torch")
     if device == "cuda":
+        import torch
+
         gpu = torch.cuda.get_device_name(0)
-        return gpu.lower().replace(" ", "-")[:80], f"{gpu}, torch {torch.__version__}, nccl"
-    return "cpu", f"{cpu_model()}, {usable_cores()} cores, torch {torch.__version__}, gloo"
+        return gpu.lower().replace(" ", "-")[:80], f"{gpu}, torch {version}, nccl"
+    return "cpu", f"{cpu_model()}, {usable_cores()} cores, torch {version}, gloo"
 
 
 def memory_per_rank_bytes(device: str, ranks: int) -> tuple[float, str]:

@@ -22,8 +22,8 @@ from cost_models.measure import Progress
 from cost_models.measure.plan import all_samples
 
 # Time kept back from the budget for leaving the process groups and for the fit, and for a forced end.
-ENDING_S = 1.5
-FORCED_S = 0.3
+ENDING_S = 2.0
+FORCED_S = 0.7
 Record = dict[str, Any]
 
 
@@ -98,8 +98,7 @@ def _raise_for_failure(processes: Sequence[subprocess.Popen[bytes]], folder: Pat
             last = lines[-1].get("series", "the end") if lines else "the start"
             text = (folder / f"stderr-{rank}").read_text(errors="replace").strip().splitlines()
             raise MeasureError(
-                f"measuring rank {rank} of {len(processes)} ended with code {code} after {last}: "
-                f"{text[-1] if text else 'no message'}"
+                f"measuring rank {rank} of {len(processes)} ended with code {code} after {last}: {text[-1] if text else 'no message'}"
             )
 
 

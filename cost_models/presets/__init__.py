@@ -1,8 +1,8 @@
 """Shipped profiles: one JSON file per device, found by name, and the text form of a cluster.
 
-    h100        one node of 8 (more nodes where more ranks are asked for)
-    h100:4      one node of 4
-    h100:16x8   16 nodes of 8
+h100        one node of 8 (more nodes where more ranks are asked for)
+h100:4      one node of 4
+h100:16x8   16 nodes of 8
 """
 
 from __future__ import annotations
