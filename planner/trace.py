@@ -1,0 +1,365 @@
+"""Capture a model as a ``Graph``: export, read, make functional, simplify. The one importer of ``torch.export`` and ``torch.fx``.
+
+::
+
+    model, example inputs ──torch.export──▶ fx graph ──trace_read──▶ nodes ──functionalize──▶ nodes ──trace_simplify──▶ Graph
+
+Nothing is computed and, for a model on the meta device, nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.export
+import torch.fx
+from torch import nn
+
+from planner import trace_simplify as simplify
+from planner.batch import infer_batch_dims
+from planner.compat import fake_cpu
+from planner.errors import CaptureError, InputError
+from planner.functionalize import functionalize
+from planner.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Arg, Graph, Node, Spec, Value
+from planner.inputs import build, describe, normalise
+from planner.opaque import hide
+from planner.outputs import encode, find_loss, map_outputs, output_values
+from planner.torch_ops import spec_of
+from planner.trace_read import ROOT, Reader, is_library, short
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph and what belongs to it in this process only."""
+
+    graph: Graph
+    constants: dict[str, torch.Tensor]
+    """Values of the CONSTANT nodes, by their target."""
+    output_types: dict[str, type]
+    """Classes of the objects among the outputs, for ``planner.outputs.rebuild``."""
+    parameters: dict[str, Spec]
+    """Every parameter by its canonical name, used or not."""
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Any,
+    loss: Loss | None = None,
+    opaque: Sequence[str] = (),
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> Captured:
+    """Capture ``model`` on one global batch.
+
+    ``example_inputs``: tuple, dict or (args, kwargs), real or meta tensors. ``loss``: called on the model's output, traced in.
+    ``opaque``: paths of submodules to take as one op each. ``batch_dims``: input name -> its batch dim (None: none), where it should not
+    be found from the graph.
+
+    Raises CaptureError naming the user's own line where the model cannot be captured; InputError for wrong arguments.
+    """
+    args, kwargs = normalise(example_inputs)
+    in_spec, tensors = describe(model, args, kwargs)
+    sources = _model_sources(model)
+    inputs = [Node(f"x.{name}", INPUT, outputs=(spec_of(t),), grad=(False,), target=name) for name, t in tensors.items()]
+    with hide(model, opaque), _without_cache(model):
+        program, root = _export(model, in_spec, tensors, loss)
+    constants, placeholders, extra = _placeholders(program, sources, inputs)
+    raw = Reader([*sources.nodes, *inputs, *extra], placeholders).read(program.graph_module)
+    return _finish(raw, root.found, sources, constants, in_spec, batch_dims)
+
+
+def _finish(
+    raw: Any,
+    found: _Found,
+    sources: _Sources,
+    constants: dict[str, torch.Tensor],
+    in_spec: Any,
+    batch_dims: Mapping[str, int | None] | None,
+) -> Captured:
+    functional = functionalize(raw.nodes, raw.outputs, raw.parent)
+    state = simplify.Simplifier()
+    state.run(functional.nodes)
+    results = [state.map(item) for item in functional.outputs]
+    mutated = {name: state.map(value) for name, value in functional.mutations}
+    mutated |= {sources.canonical(name): results[i] for name, i in found.mutated.items()}
+    encoding = map_outputs(found.encoding, lambda v: results[v.index])
+    loss = results[found.loss] if found.loss is not None else None
+    wanted = [*output_values(encoding), *mutated.values(), *([loss] if loss is not None else [])]
+
+    nodes = simplify.mark_gradients(simplify.live(state.nodes, wanted))
+    simplify.check_static(nodes, raw.dynamic)
+    nodes, first = simplify.drop_idle_detach(nodes)
+    wanted = [first.get(value, value) for value in wanted]
+    nodes, second = simplify.rename(simplify.live(nodes, wanted))
+
+    def new(value: Value) -> Value:
+        return second[first.get(value, value)]
+
+    graph = Graph(
+        nodes=tuple(nodes),
+        outputs=map_outputs(encoding, new),
+        loss=new(loss) if loss is not None else None,
+        mutations=tuple((name, new(value)) for name, value in mutated.items()),
+        aliases=tuple(sources.aliases.items()),
+        in_spec=in_spec,
+        frozen=frozenset(node.target for node in nodes if node.op == PARAMETER and not node.grad[0]),
+    )
+    graph = infer_batch_dims(graph, batch_dims)
+    used = {node.target: constants[node.target] for node in graph.of(CONSTANT)}
+    parameters = {node.target: node.outputs[0] for node in graph.of(PARAMETER)}
+    return Captured(graph, used, found.types, parameters)
+
+
+# ---------------------------------------------------------------- sources
+
+
+@dataclass
+class _Sources:
+    """The parameters and buffers of a model, one node per tensor, under their first name."""
+
+    nodes: list[Node] = field(default_factory=list)
+    by_name: dict[str, str] = field(default_factory=dict)
+    """Every name -> name of the node."""
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def canonical(self, name: str) -> str:
+        return self.aliases.get(name, name)
+
+
+def _model_sources(model: nn.Module) -> _Sources:
+    found = _Sources()
+    first: dict[int, Node] = {}
+    named = [(PARAMETER, n, p) for n, p in model.named_parameters(remove_duplicate=False)]
+    named += [(BUFFER, n, b) for n, b in model.named_buffers(remove_duplicate=False)]
+    for kind, name, tensor in named:
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise CaptureError(f"parameter {name!r} has no shape yet; call the model once on real inputs to initialise its lazy modules")
+        if id(tensor) in first:
+            found.aliases[name] = first[id(tensor)].target
+        else:
+            trains = kind == PARAMETER and tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+            first[id(tensor)] = Node(f"{kind}.{name}", kind, outputs=(spec_of(tensor),), grad=(trains,), target=name)
+            found.nodes.append(first[id(tensor)])
+        found.by_name[name] = first[id(tensor)].name
+    return found
+
+
+def _placeholders(program: Any, sources: _Sources, inputs: list[Node]) -> tuple[dict[str, torch.Tensor], dict[str, str], list[Node]]:
+    """(values of constants, placeholder -> source node, nodes of constants) from the signature of an exported program."""
+    constants: dict[str, torch.Tensor] = {}
+    table: dict[str, str] = {}
+    extra: list[Node] = []
+    remaining = iter(inputs)
+    for item in program.graph_signature.input_specs:
+        placeholder, target = item.arg.name, (item.target or "")
+        name = target.removeprefix(ROOT + ".")
+        if item.kind.name == "USER_INPUT":
+            table[placeholder] = next(remaining).name
+        elif target.startswith(ROOT + ".") and name in sources.by_name:
+            table[placeholder] = sources.by_name[name]
+        else:
+            value = program.constants[target] if target in program.constants else program.state_dict[target]
+            if isinstance(value, nn.Parameter) and value.requires_grad:
+                raise InputError(f"the loss has a trainable parameter {target!r}; make it a parameter of the model")
+            key = f"constant_{len(extra)}"
+            constants[key] = value.detach()
+            extra.append(Node(f"constant.{key}", CONSTANT, outputs=(spec_of(value),), grad=(False,), target=key))
+            table[placeholder] = extra[-1].name
+    return constants, table, extra
+
+
+# ---------------------------------------------------------------- export
+
+
+@dataclass
+class _Found:
+    """What tracing a model told besides its tensors. (Apart from the module: export puts a module's attributes back.)"""
+
+    encoding: Arg = None
+    types: dict[str, type] = field(default_factory=dict)
+    loss: int | None = None
+    """Which of the flat outputs is the loss."""
+    mutated: dict[str, int] = field(default_factory=dict)
+    """Buffer that forward replaced by assignment -> which of the flat outputs it now is."""
+
+
+class _Root(nn.Module):
+    """What is exported: a list of tensors in, a list of tensors out; structure is kept on the side."""
+
+    def __init__(self, model: nn.Module, in_spec: Any, loss: Loss | None) -> None:
+        super().__init__()
+        self.model = model
+        if isinstance(loss, nn.Module):
+            self.loss_module = loss
+        self._loss, self._in_spec = (loss,), in_spec
+        self.found = _Found()
+
+    def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        names = iter(tensors)
+        args, kwargs = build(self._in_spec, lambda leaf: next(names))
+        before = dict(self.model.named_buffers())
+        output = self.model(*args, **kwargs)
+        flat: list[torch.Tensor] = []
+
+        def leaf(tensor: torch.Tensor) -> Value:
+            flat.append(tensor)
+            return Value("output", len(flat) - 1)
+
+        found = self.found
+        found.encoding = encode(output, leaf, found.types)
+        scalar = find_loss(output) if self._loss[0] is None else self._loss[0](output)
+        if self._loss[0] is not None and not (isinstance(scalar, torch.Tensor) and scalar.dim() == 0):
+            what = f"a tensor of shape {tuple(scalar.shape)}" if isinstance(scalar, torch.Tensor) else f"a {type(scalar).__name__}"
+            raise InputError(f"loss(output) gave {what}; it must give a scalar tensor")
+        if scalar is not None:
+            found.loss = leaf(scalar).index
+        found.mutated = {n: leaf(b).index for n, b in self.model.named_buffers() if n in before and b is not before[n]}
+        return flat
+
+
+def _export(model: nn.Module, in_spec: Any, tensors: Mapping[str, torch.Tensor], loss: Loss | None) -> tuple[Any, _Root]:
+    functions: dict[type, str] = {}
+    state = [*model.parameters(), *model.buffers()]
+    with contextlib.ExitStack() as stack:
+        if any(t.is_meta for t in state):
+            device = stack.enter_context(fake_cpu())
+            stack.enter_context(_moved(model, device))
+        else:
+            device = state[0].device.type if state else "cpu"
+        given = [_example(t, device) for t in tensors.values()]
+        stack.enter_context(_watch_functions(functions))
+        root = _Root(model, in_spec, loss)
+        training = model.training
+        root.train(training)
+        try:
+            program = torch.export.export(root, (given,), strict=False)
+        except InputError:
+            raise
+        except Exception as error:
+            root = _Root(model, in_spec, loss)
+            program = _symbolic(root, given, error)
+    if functions:
+        cls, line = next(iter(functions.items()))
+        raise CaptureError(
+            f"{line}: the custom autograd function {cls.__module__}.{cls.__qualname__} has a backward of its own, which capture would lose; "
+            f"write it with differentiable torch ops, register it with torch.library.custom_op and register_autograd, "
+            f"or name the submodule that calls it: opaque=(path,)"
+        )
+    return program, root
+
+
+def _example(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A stand-in of the same shape. Values do not matter, and the caller's tensor is left alone."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+@contextlib.contextmanager
+def _moved(model: nn.Module, device: str) -> Iterator[None]:
+    """Parameters and buffers replaced by stand-ins on ``device`` (fake: no memory), ties kept."""
+    saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                saved.append((table, name, tensor))
+                if id(tensor) not in made:
+                    stand_in = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in
+                table[name] = made[id(tensor)]
+    try:
+        yield
+    finally:
+        for table, name, tensor in saved:
+            table[name] = tensor
+
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Hugging Face configs with ``use_cache`` switched off: key-value caches are for generation."""
+    changed: list[Any] = []
+    try:
+        for config in {id(c): c for c in _configs(model)}.values():
+            if getattr(config, "use_cache", False) is True:
+                config.use_cache = False
+                changed.append(config)
+        yield
+    finally:
+        for config in changed:
+            config.use_cache = True
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "to_dict"):
+            yield config
+            yield from (sub for sub in vars(config).values() if hasattr(sub, "to_dict") and hasattr(sub, "use_cache"))
+
+
+@contextlib.contextmanager
+def _watch_functions(found: dict[type, str]) -> Iterator[None]:
+    """Note every custom ``autograd.Function`` that differentiates something: export traces its forward and loses its backward."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        floats = any(isinstance(a, torch.Tensor) and (a.is_floating_point() or a.is_complex()) for a in args)
+        if floats and torch.is_grad_enabled() and not cls.__module__.split(".")[0] == "torch":
+            found.setdefault(cls, _calling_line())
+        return original.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _calling_line() -> str:
+    frame = sys._getframe(2)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "the model"
+
+
+def _symbolic(root: _Root, given: list[torch.Tensor], first: Exception) -> Any:
+    """Second try: ``torch.fx.symbolic_trace`` takes some models whose Python disturbs export. Raises CaptureError for ``first``."""
+    try:
+        args, kwargs = build(root._in_spec, lambda leaf: torch.fx.Proxy)
+        tensors_only = all(item is torch.fx.Proxy for item in (*args, *kwargs.values()))
+        if not tensors_only:
+            raise CaptureError("inputs are nested")
+        inner = root.model
+        traced = torch.fx.symbolic_trace(inner)
+        root.model = traced
+        return torch.export.export(root, (given,), strict=False)
+    except Exception:
+        raise _export_error(root, first) from first
+
+
+def _export_error(root: nn.Module, error: Exception) -> CaptureError:
+    """Names the user's own line (the last frame outside torch), what went wrong there, and what to do."""
+    frames = [f for e in _chain(error) for f in traceback.extract_tb(e.__traceback__) if not is_library(f.filename)]
+    where = f"{short(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the model"
+    code = f" in `{frames[-1].line}`" if frames and frames[-1].line else ""
+    what = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return CaptureError(
+        f"{where}{code}: the model cannot be captured as a graph ({type(error).__name__}: {what[:300]}). Where the code depends on the "
+        f"values of tensors, write it with torch.where, masks or fixed sizes, or name the submodule that holds it: opaque=(path,)"
+    )
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while chain[-1].__cause__ is not None and chain[-1].__cause__ not in chain:
+        chain.append(chain[-1].__cause__)
+    return chain[::-1]

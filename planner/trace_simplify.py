@@ -1,0 +1,255 @@
+"""From functional nodes to the canonical form that rules, fingerprints and equal blocks rely on.
+
+* what has no effect vanishes: asserts, aliases, casts to the same dtype, dropout with p=0, whatever nothing uses;
+* sizes are explicit: no -1 in view, reshape and expand; creation ops state their dtype; devices and pinning are dropped;
+* a mean over valid targets becomes a sum divided by a count, so that it is the global mean whatever is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from planner.errors import CaptureError
+from planner.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Arg, Node, Spec, Symbol, Value, map_values
+from planner.torch_ops import infer
+
+DROPPED_KWARGS = {"device", "pin_memory", "non_blocking"}
+SHAPED = {"view", "reshape", "_unsafe_view", "expand", "_reshape_alias"}
+CREATION = {"arange", "zeros", "ones", "full", "eye", "linspace", "logspace", "rand", "randn", "empty", "scalar_tensor", "empty_permuted"}
+CAN_BE_NOTHING = {"alias", "lift_fresh", "lift_fresh_copy", "lift", "clone", "resolve_conj", "resolve_neg", "positive"}
+CASTS = {"to", "_to_copy", "type_as", "_autocast_to_reduced_precision", "_autocast_to_full_precision"}
+NLL = {"aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default"}
+MEAN, SUM = 1, 2
+NO_GRADIENT = {
+    "detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
+    "new_empty", "bernoulli", "histc", "valid_count", "nextafter", "heaviside_", "one_hot", "multinomial", "normal",
+}  # fmt: skip
+"""Ops whose float outputs carry no gradient although an input does."""
+
+
+@dataclass
+class Simplifier:
+    nodes: list[Node] = field(default_factory=list)
+    env: dict[Value, Value] = field(default_factory=dict)
+    specs: dict[Value, Spec] = field(default_factory=dict)
+
+    def run(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            node = replace(node, args=self.map(node.args), kwargs=tuple((k, self.map(a)) for k, a in node.kwargs))
+            if node.is_source:
+                self.keep(node)
+                continue
+            if node.op.split(".")[1].startswith(("_assert", "sym_constrain", "assert")):
+                continue
+            handler = HANDLERS.get(node.op.split(".")[1], _plain)
+            handler(self, _without_devices(node))
+
+    def map(self, arg: Arg) -> Arg:
+        return map_values(arg, lambda v: self.env[v])
+
+    def keep(self, node: Node) -> Value:
+        """Emit a node under its own name."""
+        self.nodes.append(node)
+        for i, spec in enumerate(node.outputs):
+            self.env[Value(node.name, i)] = Value(node.name, i)
+            self.specs[Value(node.name, i)] = spec
+        return Value(node.name)
+
+    def forward(self, node: Node, to: Value) -> None:
+        """Users of the node read ``to`` instead."""
+        self.env[Value(node.name)] = to
+
+    def emit(self, like: Node, op: str, args: tuple[Arg, ...], outputs: tuple[Spec, ...] | None = None) -> Value:
+        outputs = outputs if outputs is not None else infer(op, args, {}, lambda v: self.specs[v])
+        return self.keep(Node(f"s{len(self.nodes)}", op, args, (), outputs, (), like.module, like.source, "", like.context))
+
+
+Handler = Callable[[Simplifier, Node], object]
+
+
+def _plain(s: Simplifier, node: Node) -> object:
+    return s.keep(node)
+
+
+def _without_devices(node: Node) -> Node:
+    kept = tuple((k, a) for k, a in node.kwargs if k not in DROPPED_KWARGS and not (k == "layout" and str(a) == "layout:strided"))
+    return replace(node, kwargs=kept)
+
+
+def _shaped(s: Simplifier, node: Node) -> object:
+    if len(node.args) < 2 or not isinstance(node.args[1], tuple):
+        return s.keep(node)
+    if s.specs[node.args[0]] == node.outputs[0]:
+        return s.forward(node, node.args[0])
+    return s.keep(replace(node, args=(node.args[0], node.outputs[0].shape, *node.args[2:]), kwargs=()))
+
+
+def _creation(s: Simplifier, node: Node) -> object:
+    dtype = ("dtype", Symbol("dtype", node.outputs[0].dtype))
+    return s.keep(replace(node, kwargs=(*((k, a) for k, a in node.kwargs if k != "dtype"), dtype)))
+
+
+def _maybe_nothing(s: Simplifier, node: Node) -> object:
+    if any(k == "memory_format" and str(a) != "memory_format:preserve_format" for k, a in node.kwargs):
+        return s.keep(node)
+    return s.forward(node, node.args[0])
+
+
+def _cast(s: Simplifier, node: Node) -> object:
+    source, spec = node.args[0], node.outputs[0]
+    if s.specs[source].dtype == spec.dtype:
+        return s.forward(node, source)
+    return s.keep(replace(node, op="aten.to.dtype", args=(source, Symbol("dtype", spec.dtype)), kwargs=()))
+
+
+def _dropout(s: Simplifier, node: Node) -> object:
+    """dropout(x, p, train): with p=0 it is nothing in either mode; with train=False it stays, so that modes can be switched."""
+    return s.forward(node, node.args[0]) if node.arg(1, "p") == 0 else s.keep(node)
+
+
+def _cross_entropy(s: Simplifier, node: Node) -> object:
+    """mean -> sum / shard.valid_count. Targets that are probabilities have a static count."""
+    if node.arg(3, "reduction", MEAN) != MEAN:
+        return s.keep(node)
+    logits, target, weight = node.args[0], node.args[1], node.arg(2, "weight")
+    ignore, smoothing = node.arg(4, "ignore_index", -100), node.arg(5, "label_smoothing", 0.0)
+    if s.specs[target].is_float:
+        total = s.emit(node, node.op, (logits, target, weight, SUM, ignore, smoothing), node.outputs)
+        shape = s.specs[logits].shape
+        count = s.specs[logits].numel // shape[1 if len(shape) > 1 else 0]
+        return s.forward(node, s.emit(node, "aten.div.Tensor", (total, float(count)), node.outputs))
+    return _mean_over_valid(s, node, lambda x: (x, target, weight, SUM, ignore, smoothing), logits, target, weight, ignore)
+
+
+def _nll(s: Simplifier, node: Node) -> object:
+    if node.op not in NLL or node.arg(3, "reduction", MEAN) != MEAN or len(node.outputs) != 1:
+        return s.keep(node)
+    target, weight, ignore = node.args[1], node.arg(2, "weight"), node.arg(4, "ignore_index", -100)
+    return _mean_over_valid(s, node, lambda x: (x, target, weight, SUM, ignore), node.args[0], target, weight, ignore)
+
+
+def _mean_over_valid(
+    s: Simplifier, node: Node, args: Callable[[Value], tuple[Arg, ...]], scores: Value, target: Value, weight: Value | None, ignore: int
+) -> object:
+    """In half precision the sum and the count are kept in float32: a float16 sum over many tokens overflows, a bfloat16 count is
+    exact up to 256 only."""
+    dtype = node.outputs[0].dtype
+    wide = "float32" if dtype in ("float16", "bfloat16") else dtype
+    x, w = _to(s, node, scores, wide), weight if weight is None else _to(s, node, weight, wide)
+    given = args(x)
+    total = s.emit(node, node.op, (*given[:2], w, *given[3:]), (Spec((), wide),))
+    count = s.emit(node, "shard.valid_count", (target, w, ignore, Symbol("dtype", wide)), (Spec((), wide),))
+    mean = s.emit(node, "aten.div.Tensor", (total, count), (Spec((), wide),))
+    return s.forward(node, _to(s, node, mean, dtype))
+
+
+def _to(s: Simplifier, like: Node, value: Value, dtype: str) -> Value:
+    spec = s.specs[value]
+    if spec.dtype == dtype:
+        return value
+    return s.emit(like, "aten.to.dtype", (value, Symbol("dtype", dtype)), (Spec(spec.shape, dtype),))
+
+
+HANDLERS: dict[str, Handler] = {
+    **{name: _shaped for name in SHAPED},
+    **{name: _creation for name in CREATION},
+    **{name: _maybe_nothing for name in CAN_BE_NOTHING},
+    **{name: _cast for name in CASTS},
+    "dropout": _dropout,
+    "feature_dropout": _dropout,
+    "cross_entropy_loss": _cross_entropy,
+    "nll_loss_nd": _nll,
+    "nll_loss": _nll,
+    "nll_loss2d": _nll,
+}
+
+
+def live(nodes: list[Node], wanted: list[Value]) -> list[Node]:
+    """The nodes that ``wanted`` needs, and every source that belongs to the model or the call (constants only where used)."""
+    needed = {value.node for value in wanted}
+    for node in reversed(nodes):
+        if node.name in needed:
+            needed.update(value.node for value in node.inputs)
+    return [node for node in nodes if node.name in needed or node.op in (PARAMETER, BUFFER, INPUT)]
+
+
+def mark_gradients(nodes: list[Node]) -> list[Node]:
+    """Set ``grad``: an output carries gradient where it is floating, differentiable, and depends on a trainable parameter."""
+    carries: set[Value] = set()
+    marked = []
+    for node in nodes:
+        if node.is_source:
+            grad = node.grad or (False,)
+        else:
+            upstream = any(value in carries for value in node.inputs)
+            grad = tuple(upstream and _differentiable(node, i) for i in range(len(node.outputs)))
+        node = replace(node, grad=grad)
+        carries.update(Value(node.name, i) for i, g in enumerate(grad) if g)
+        marked.append(node)
+    return marked
+
+
+def _differentiable(node: Node, index: int) -> bool:
+    name = node.op.split(".")[1]
+    if not node.outputs[index].is_float or name in NO_GRADIENT or "no_grad" in node.context:
+        return False
+    return not (name in ("batch_norm", "instance_norm") and index > 0)
+
+
+def drop_idle_detach(nodes: list[Node]) -> tuple[list[Node], dict[Value, Value]]:
+    """A detach of a value without gradient does nothing."""
+    carries = {Value(node.name, i) for node in nodes for i, g in enumerate(node.grad) if g}
+    env: dict[Value, Value] = {}
+    kept = []
+    for node in nodes:
+        node = substitute(node, env)
+        if node.op == "aten.detach.default" and node.args[0] not in carries:
+            env[Value(node.name)] = node.args[0]
+        else:
+            kept.append(node)
+    return kept, env
+
+
+def substitute(node: Node, env: dict[Value, Value]) -> Node:
+    def new(value: Value) -> Value:
+        return env.get(value, value)
+
+    return replace(node, args=map_values(node.args, new), kwargs=tuple((k, map_values(a, new)) for k, a in node.kwargs))
+
+
+def rename(nodes: list[Node]) -> tuple[list[Node], dict[Value, Value]]:
+    """Names by op and order (``linear_3``), after sources named by their target: equal in every process."""
+    taken: set[str] = set()
+    counts: dict[str, int] = {}
+    env: dict[Value, Value] = {}
+    renamed = []
+    for node in nodes:
+        base = _source_name(node) if node.is_source else node.op.split(".")[1]
+        name = base
+        while name in taken:
+            counts[base] = counts.get(base, 0) + 1
+            name = f"{base}_{counts[base]}"
+        taken.add(name)
+        for i in range(len(node.outputs)):
+            env[Value(node.name, i)] = Value(name, i)
+        renamed.append(replace(substitute(node, env), name=name))
+    return renamed, env
+
+
+_PREFIX = {PARAMETER: "p", BUFFER: "b", INPUT: "x", CONSTANT: "c"}
+
+
+def _source_name(node: Node) -> str:
+    return f"{_PREFIX[node.op]}_" + "".join(c if c.isalnum() else "_" for c in node.target)
+
+
+def check_static(nodes: list[Node], dynamic: dict[str, str]) -> None:
+    """Raises CaptureError where a size that depends on data is left in the graph."""
+    for node in nodes:
+        if node.name in dynamic:
+            raise CaptureError(
+                f"{dynamic[node.name] or node.source or 'the model'} (module {node.module!r}): {node.op} has a size that depends on the "
+                f"data, and a plan needs fixed shapes; use a form of fixed size (a mask instead of a selection), or name the submodule: "
+                f"opaque=({node.module!r},)"
+            )
