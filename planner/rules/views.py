@@ -56,7 +56,8 @@ def squeeze(call: Call) -> Rule:
     The kernel removes exactly the dims that have no factor.
     """
     shape = call.shape(0)
-    gone = set(dims_of(call.arg(1, "dim"), len(shape)))
+    named = call.arg(1, "dim")
+    gone = set() if named == () else set(dims_of(named, len(shape)))
     kept = [i for i, size in enumerate(shape) if size != 1 or i not in gone]
     dims = tuple((f"d{i}",) if i in kept else () for i in range(len(shape)))
     moved = {i: j for j, i in enumerate(kept)}
@@ -221,8 +222,23 @@ def unbind(call: Call) -> Rule:
     "aten.unsafe_split_with_sizes.default",
 )  # fmt: skip
 def split(call: Call) -> Rule:
-    dim = dim_of(call.arg(2, "dim", 0), len(call.shape(0)))
-    return through(call, _except(call, (dim,)), linear=LINEAR, kind="view")
+    """Equal parts share a factor, ``d0 (c s) -> d0 s, d0 s``; unequal ones are cut from a dim that is whole."""
+    shape = call.shape(0)
+    dim = dim_of(call.arg(2, "dim", 0), len(shape))
+    lengths = {spec.shape[dim] for spec in call.node.outputs}
+    if len(lengths) > 1 or call.node.op == "aten.tensor_split.indices":
+        return through(call, _except(call, (dim,)), linear=LINEAR, kind="view")
+    x = numbered(shape)
+    parts, length = len(call.node.outputs), lengths.pop()
+    every = f"[{' '.join(['s'] * parts)}]"
+    dims = tuple(("c", "s") if i == dim else factors for i, factors in enumerate(x))
+    out = tuple(("s",) if i == dim else factors for i, factors in enumerate(x))
+    name = call.node.op.removeprefix("aten.").removeprefix("unsafe_")
+    size = {"split.Tensor": "s", "split.sizes": every, "split.default": every, "split_with_sizes.default": every}.get(name)
+    args = ((1, size),) if size else ()
+    return dims_rule(
+        call, [dims], [out] * parts, sizes={"c": parts, "s": length}, whole={"c"}, linear=LINEAR, kind="view", local_args=args
+    )
 
 
 @rule("aten.unfold.default")
