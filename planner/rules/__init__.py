@@ -1,9 +1,29 @@
 """All rules. Importing this package registers every family; ``rule_of`` finds the rule of a node."""
 
-from planner.rules import creation, matmul, pointwise, random_ops, reductions, stacking, views
+from planner.rules import (
+    attention,
+    complex_ops,
+    convolution,
+    creation,
+    embedding,
+    indexing,
+    losses,
+    matmul,
+    moe,
+    normalization,
+    pointwise,
+    pooling,
+    random_ops,
+    recurrent,
+    reductions,
+    softmax,
+    stacking,
+    views,
+)
 from planner.rules.base import REGISTRY, Rule, Strategy, one_axis, over_mesh, rule_of
 
 __all__ = [
     "REGISTRY", "Rule", "Strategy", "one_axis", "over_mesh", "rule_of",
-    "creation", "matmul", "pointwise", "random_ops", "reductions", "stacking", "views",
+    "attention", "complex_ops", "convolution", "creation", "embedding", "indexing", "losses", "matmul", "moe",
+    "normalization", "pointwise", "pooling", "random_ops", "recurrent", "reductions", "softmax", "stacking", "views",
 ]  # fmt: skip

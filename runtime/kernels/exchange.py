@@ -1,0 +1,34 @@
+"""What kernels exchange: plain all-reduces over the axes that split the op, outside autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.collectives import Group, group_of
+from runtime.kernels.base import KernelInfo
+
+
+def groups_of(info: KernelInfo) -> tuple[Group, ...]:
+    """The groups of the axes whose strategy names the kernel."""
+    return tuple(group_of(axis) for axis, _ in info.axes)
+
+
+def total(x: Tensor, groups: Sequence[Group]) -> Tensor:
+    """Sum over the groups, one after another."""
+    for group in groups:
+        x = group.all_reduce(x.contiguous())
+    return x
+
+
+def largest(x: Tensor, groups: Sequence[Group]) -> Tensor:
+    for group in groups:
+        x = group.all_reduce(x.contiguous(), "max")
+    return x
+
+
+def wide(x: Tensor) -> Tensor:
+    """Statistics of half precision are summed in float32."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

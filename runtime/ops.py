@@ -1,0 +1,66 @@
+"""The project's own ops, plain functions on tensors: what the captured graph needs and aten has not. ``OPS`` finds them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+OPS: dict[str, Callable[..., Any]] = {}
+
+
+def op(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register an op under the name that graph nodes carry, ``shard.<name>``."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        OPS[name] = function
+        return function
+
+    return register
+
+
+@op("shard.valid_count")
+def valid_count(target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype) -> Tensor:
+    """How many targets [N, *] count in a mean: those other than ``ignore_index``, or the sum of their class weights [C]. A scalar."""
+    valid = target != ignore_index
+    if weight is None:
+        return valid.sum().to(dtype)
+    return torch.where(valid, weight.detach()[target.masked_fill(~valid, 0)], 0).sum().to(dtype)
+
+
+@op("shard.batch_norm")
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    training: bool, momentum: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Batch norm of x [N, C, *] without side effects: (output, new running mean, new running variance).
+
+    Without running statistics the last two are those of the batch. Running variances are unbiased, as in ``torch.nn.BatchNorm2d``.
+    """
+    if not training and running_mean is not None and running_var is not None:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps), running_mean.clone(), running_var.clone()
+    with torch.no_grad():
+        over = [d for d in range(x.dim()) if d != 1]
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        mean, var = wide.mean(over), wide.var(over, unbiased=x.numel() > x.shape[1])
+        new_mean = mean if running_mean is None else torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
+        new_var = var if running_var is None else torch.lerp(running_var, var.to(running_var.dtype), momentum)
+    return F.batch_norm(x, None, None, weight, bias, True, momentum, eps), new_mean, new_var
+
+
+@op("shard.index")
+def index(x: Tensor, indices: Sequence[Tensor | None], aligned: Sequence[tuple[int, int]]) -> Tensor:
+    """``x[indices]`` where, besides the dims that tensors index, each dim ``d`` of ``aligned = ((d, position), ...)`` runs along dim
+    ``position`` of the index space: ``x[arange(len(x)), ids]`` is ``index(x, (None, ids), ((0, 0),))``.
+    """
+    full: list[Tensor | None] = [*indices, *[None] * (x.dim() - len(indices))]
+    used = [one for one in full if one is not None]
+    rank = max([one.dim() for one in used] + [int(position) + 1 for _, position in aligned])
+    for dim, position in aligned:
+        shape = [1] * rank
+        shape[int(position)] = x.shape[int(dim)]
+        full[int(dim)] = torch.arange(x.shape[int(dim)], device=x.device).view(shape)
+    return torch.ops.aten.index.Tensor(x, full)  # type: ignore[no-any-return]
