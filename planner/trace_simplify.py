@@ -85,6 +85,12 @@ def _shaped(s: Simplifier, node: Node) -> object:
     return s.keep(replace(node, args=(node.args[0], node.outputs[0].shape, *node.args[2:]), kwargs=()))
 
 
+def _like(s: Simplifier, node: Node) -> object:
+    """expand_as, view_as and reshape_as read nothing but the shape of their second input."""
+    op = "aten.expand.default" if "expand" in node.op else "aten.reshape.default"
+    return _shaped(s, replace(node, op=op, args=(node.args[0], node.outputs[0].shape), kwargs=()))
+
+
 def _creation(s: Simplifier, node: Node) -> object:
     dtype = ("dtype", Symbol("dtype", node.outputs[0].dtype))
     return s.keep(replace(node, kwargs=(*((k, a) for k, a in node.kwargs if k != "dtype"), dtype)))
@@ -153,6 +159,7 @@ def _to(s: Simplifier, like: Node, value: Value, dtype: str) -> Value:
 
 HANDLERS: dict[str, Handler] = {
     **{name: _shaped for name in SHAPED},
+    **{name: _like for name in ("expand_as", "view_as", "reshape_as")},
     **{name: _creation for name in CREATION},
     **{name: _maybe_nothing for name in CAN_BE_NOTHING},
     **{name: _cast for name in CASTS},
