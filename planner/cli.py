@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -27,12 +27,12 @@ app = typer.Typer(
 )  # fmt: skip
 
 PlanFile = Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")]
-TargetText = Annotated[str, typer.Argument(help="module:function that returns a model or (model, example_inputs[, loss]).", metavar="TARGET")]
-Hardware = Annotated[Optional[str], typer.Option(help="Preset (h100, h100:16x8, ...) or profile JSON; default: this machine.")]  # noqa: UP045
-Memory = Annotated[Optional[str], typer.Option("--memory-per-gpu", help="Limit, such as 70GiB; default: the profile's.")]  # noqa: UP045
+TargetText = Annotated[str, typer.Argument(help="module:function returning a model or (model, example_inputs[, loss]).", metavar="TARGET")]
+Hardware = Annotated[str | None, typer.Option(help="Preset (h100, h100:16x8, ...) or profile JSON; default: this machine.")]
+Memory = Annotated[str | None, typer.Option("--memory-per-gpu", help="Limit, such as 70GiB; default: the profile's.")]
 Optimizer = Annotated[str, typer.Option(help="adamw, sgd, sgd-momentum, none, or bytes of state per parameter.")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16-mixed or fp16-mixed.")]
-Layout = Annotated[Optional[str], typer.Option(help="Force a part of it: data=2,tensor=2,pipe=1,microbatches=4,...")]  # noqa: UP045
+Layout = Annotated[str | None, typer.Option(help="Force a part of it: data=2,tensor=2,pipe=1,microbatches=4,...")]
 TimeLimit = Annotated[float, typer.Option(help="Seconds for the solver.")]
 Meta = Annotated[bool, typer.Option("--meta", help="Build the model on the meta device: no memory is allocated.")]
 
@@ -41,9 +41,9 @@ def make_plan(
     target: str, gpus: int, hardware: str | None, memory: str | None, optimizer: str, precision: str, layout: str | None, limit: float,
     meta: bool,
 ) -> Plan:  # fmt: skip
+    forced, loaded = parse_layout(layout), load_target(target, meta)
     from planner.api import auto_parallelize
 
-    loaded = load_target(target, meta)
     return auto_parallelize(
         loaded.model,
         gpus,
@@ -52,7 +52,7 @@ def make_plan(
         memory_per_gpu=memory,
         optimizer=int(optimizer) if optimizer.isdigit() else optimizer,
         precision=precision,
-        layout=parse_layout(layout),
+        layout=forced,
         loss=loaded.loss,
         time_limit=limit,
     )
@@ -112,7 +112,7 @@ def validate(plan: PlanFile) -> None:
 @guarded
 def show(
     plan: PlanFile,
-    html: Annotated[Optional[Path], typer.Option("--html", "--out", "-o", help="Where to write the page.")] = None,  # noqa: UP045
+    html: Annotated[Path | None, typer.Option("--html", "--out", "-o", help="Where to write the page.")] = None,
 ) -> None:
     """Draw a plan in the terminal and write it as one self-contained HTML page."""
     loaded = load_plan(plan)
@@ -126,7 +126,7 @@ def show(
 @guarded
 def trace(
     plan: PlanFile,
-    out: Annotated[Optional[Path], typer.Option("--out", "-o", help="Where to write the trace.")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write the trace.")] = None,
 ) -> None:
     """Write the predicted schedule as a trace for ui.perfetto.dev."""
     from planner.show.perfetto import trace as make_trace
@@ -185,13 +185,13 @@ def scaling_table(rows: list[tuple[int, Plan | Exception]]) -> Table:
 @app.command()
 @guarded
 def profile(
-    hardware: Annotated[Optional[str], typer.Argument(help="Preset or profile JSON to show; default: measure this machine.")] = None,  # noqa: UP045
+    hardware: Annotated[str | None, typer.Argument(help="Preset or profile JSON to show; default: measure this machine.")] = None,
     ranks: Annotated[int, typer.Option(help="How many ranks work at the same time.")] = 4,
     device: Annotated[str, typer.Option(help="cpu or cuda, for measuring.")] = "cpu",
     budget: Annotated[float, typer.Option(help="Seconds for measuring.")] = 30.0,
-    out: Annotated[Optional[Path], typer.Option("--out", "-o", help="Where to write the profile.")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write the profile.")] = None,
     shown: Annotated[bool, typer.Option("--show", help="Print the tables.")] = False,
-    html: Annotated[Optional[Path], typer.Option(help="Write tables and curves as one HTML page.")] = None,  # noqa: UP045
+    html: Annotated[Path | None, typer.Option(help="Write tables and curves as one HTML page.")] = None,
 ) -> None:
     """Measure this machine (or take a known profile), write the profile, print its tables."""
     from cost_models import load_profile, measure_profile
@@ -213,7 +213,7 @@ def profile(
 def run(
     plan: PlanFile,
     script: Annotated[Path, typer.Argument(help="Python script to start on every rank.")],
-    arguments: Annotated[Optional[list[str]], typer.Argument(help="Arguments of the script.")] = None,  # noqa: UP045
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     nnodes: Annotated[int, typer.Option(help="Number of nodes; this command runs on each.")] = 1,
     node_rank: Annotated[int, typer.Option(help="Which node this is.")] = 0,
     master: Annotated[str, typer.Option(help="host:port of node 0, for several nodes.")] = "",

@@ -170,7 +170,8 @@ def _predicted(before: Plan, after: Plan) -> Iterator[Change]:
     yield from _number("predicted", "step time", old.step_time_s, new.step_time_s, units.seconds)
     for kind in sorted({*old.breakdown, *new.breakdown}):
         yield from _number("predicted", kind, old.breakdown.get(kind, 0.0), new.breakdown.get(kind, 0.0), units.seconds)
-    yield from _number("predicted", "peak memory", max(old.peak_memory_bytes, default=0), max(new.peak_memory_bytes, default=0), units.nbytes)
+    peaks = (max(old.peak_memory_bytes, default=0), max(new.peak_memory_bytes, default=0))
+    yield from _number("predicted", "peak memory", *peaks, units.nbytes)
     if old.replicated_time_share != new.replicated_time_share:
         shares = (units.share(old.replicated_time_share), units.share(new.replicated_time_share))
         yield Change("predicted", "replicated share of compute", *shares)

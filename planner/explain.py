@@ -55,7 +55,8 @@ def _binds(plan: Plan) -> Iterator[str]:
     ranked = share_of(plan.predicted.breakdown, plan.predicted.step_time_s)
     if ranked and ranked[0][1] > 0:
         kind, value, part = ranked[0]
-        yield f"time: {kind} is the largest part, {units.seconds(value)} of {units.seconds(plan.predicted.step_time_s)} ({units.share(part)})"
+        total = units.seconds(plan.predicted.step_time_s)
+        yield f"time: {kind} is the largest part, {units.seconds(value)} of {total} ({units.share(part)})"
     if plan.predicted.replicated_time_share > 0:
         yield f"ops without a rule run whole on every rank: {units.share(plan.predicted.replicated_time_share)} of the compute time"
     recomputed = [f"{segment.name} ({segment.recompute})" for segment in plan.segments if segment.recompute != "none"]

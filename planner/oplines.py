@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from planner.errors import PlanError
+from planner.errors import PlanError, ReshardError
 from planner.rules.base import parse_mesh_strategy, show_mesh_strategy
 from planner.sharding import Sharding, Type
 
@@ -23,11 +23,14 @@ class OpLine:
 
     @staticmethod
     def parse(text: str) -> OpLine:
-        """Raises PlanError for a line of another form, ReshardError for an unknown type in it."""
+        """Raises PlanError for a line of another form or with an unknown type in it."""
         match = _LINE.fullmatch(text)
         if not match or match[2].count("->") != 1:
             raise PlanError("expected '<op>: <inputs> -> <outputs>', such as 'aten.relu.default: S(0) -> S(0)'")
-        inputs, outputs = parse_mesh_strategy(match[2])
+        try:
+            inputs, outputs = parse_mesh_strategy(match[2])
+        except ReshardError as error:
+            raise PlanError(str(error)) from None
         return OpLine(match[1], inputs, outputs, match[3] or "")
 
     def __str__(self) -> str:

@@ -71,7 +71,7 @@ def _ops(plan: Plan) -> Iterator[str]:
             where = f"segments[{i}].ops[{j}]"
             try:
                 line = OpLine.parse(text)
-            except (PlanError, ReshardError) as error:
+            except PlanError as error:
                 yield f"{where}: {text!r}: {error}"
                 continue
             for sharding in line.inputs + line.outputs:

@@ -184,8 +184,8 @@ def _others(plan: Plan) -> str:
         parts.append(_section("Runners-up", _table(["plan", "step", "why"], rows)))
     report = plan.solver
     text = (
-        f"{report.status}: objective {units.seconds(report.objective)}, bound {units.seconds(report.bound)}, gap {units.share(report.gap)}, "
-        f"{units.count(report.candidates, 'candidate')} in {units.seconds(report.seconds)}. {report.scope}"
+        f"{report.status}: objective {units.seconds(report.objective)}, bound {units.seconds(report.bound)}, "
+        f"gap {units.share(report.gap)}, {units.count(report.candidates, 'candidate')} in {units.seconds(report.seconds)}. {report.scope}"
     )
     parts.append(_section("Solver", f"<p>{escape(text)}</p>"))
     if plan.warnings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from planner.plan import Plan
@@ -70,7 +71,7 @@ def data(pipe: int = 2, data: int = 2, tensor: int = 2, microbatches: int = 4, l
         },
         "mesh": mesh,
         "schedule": "1f1b" if pipe > 1 else "none",
-        "stages": [{"first": first, "last": last} for first, last in zip(firsts, firsts[1:])],
+        "stages": [{"first": first, "last": last} for first, last in pairwise(firsts)],
         "segments": [
             {"name": "embed", "segments": [0], "ops": embed_ops, "recompute": "none"},
             {"name": "layers.*", "segments": list(range(1, layers + 1)), "ops": block_ops, "recompute": "full"},

@@ -1,0 +1,163 @@
+"""The command line: what it prints, what it writes, its exit codes, and errors in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sample_plans
+from rich.console import Console
+from typer.testing import CliRunner
+
+from planner.cli import app, scaling_table, torchrun_command
+from planner.cli_parts import EXITS, exit_code, load_target, parse_counts, parse_layout
+from planner.errors import BatchError, CaptureError, InfeasibleError, InputError, PlanError, WorkerError
+
+MODULE = """
+import torch
+def model(): return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+def with_loss(): return model(), (torch.randn(8, 8),), lambda out: out.sum()
+def number(): return 3
+def broken(): raise RuntimeError("no\\ndata")
+def big(): return torch.nn.Linear(2**20, 2**20)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with two plans and a module of targets."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sample_plans.plan().save("a.json")
+    sample_plans.plan(tensor=1).save("b.json")
+    (tmp_path / "cut.json").write_text(sample_plans.plan().to_json()[:300])
+    (tmp_path / "cli_targets.py").write_text(MODULE)
+    return tmp_path
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+def refused(code: int, *arguments: str) -> str:
+    """Run a command that must fail with ``code``; returns its one line on stderr."""
+    result = call(*arguments)
+    assert result.exit_code == code, result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and "Traceback" not in result.output
+    return result.stderr
+
+
+def test_validate(folder: Path) -> None:
+    result = call("validate", "a.json")
+    assert result.exit_code == 0
+    assert "a.json: valid; ToyTransformer on 8 × h100, pipe=2 data=2 tensor=2 microbatches=4, 12 ops in 3 segment classes" in result.stdout
+    assert "cut.json: not JSON" in refused(4, "validate", "cut.json")
+    assert "absent.json" in refused(4, "validate", "absent.json")
+
+
+def test_explain_and_diff(folder: Path) -> None:
+    assert call("explain", "a.json").stdout == sample_plans.plan().explain()
+    assert "tensor: 2 => 1" in call("diff", "a.json", "b.json").stdout
+    assert call("diff", "a.json", "a.json").stdout == "no differences\n"
+    assert "cut.json" in refused(4, "diff", "a.json", "cut.json")
+
+
+def test_show_and_trace(folder: Path) -> None:
+    result = call("show", "a.json")
+    assert result.exit_code == 0 and "ToyTransformer" in result.stdout and "wrote a.html" in result.stdout
+    assert (folder / "a.html").read_text().startswith("<!doctype html>")
+    assert call("show", "a.json", "--html", "other.html").exit_code == 0 and (folder / "other.html").exists()
+    assert call("trace", "a.json").exit_code == 0
+    assert json.loads((folder / "a.trace.json").read_text())["traceEvents"]
+
+
+def test_usage_errors(folder: Path) -> None:
+    assert call("nonsense").exit_code == 2
+    assert call("plan").exit_code == 2
+    assert "expected 'module:function'" in refused(2, "plan", "cli_targets")
+    assert "cannot import 'no_such_module'" in refused(2, "plan", "no_such_module:model")
+    assert "has no 'absent'" in refused(2, "plan", "cli_targets:absent")
+    assert "RuntimeError: no data" in refused(2, "plan", "cli_targets:broken")
+    assert "returned (int)" in refused(2, "plan", "cli_targets:number")
+    assert "layout 'data=x'" in refused(2, "plan", "cli_targets:model", "--layout", "data=x")
+    assert "gpus '1,zero'" in refused(2, "simulate", "cli_targets:model", "--gpus", "1,zero")
+    assert "unknown" in refused(2, "profile", "abacus").lower()
+
+
+def test_profile_of_a_preset(folder: Path) -> None:
+    result = call("profile", "h100", "--ranks", "8", "--out", "h100.json", "--html", "h100.html", "--show")
+    assert result.exit_code == 0 and "memory bandwidth" in result.stdout
+    assert json.loads((folder / "h100.json").read_text())["name"] == "h100"
+    assert "<svg" in (folder / "h100.html").read_text()
+
+
+def test_run_starts_every_rank(folder: Path) -> None:
+    sample_plans.plan(pipe=1, tensor=1, microbatches=1).save("two.json")
+    script = folder / "script.py"
+    script.write_text(
+        "import os, sys, pathlib\n"
+        "e = os.environ\n"
+        "pathlib.Path('rank' + e['RANK']).write_text(e['WORLD_SIZE'] + ' '.join(sys.argv[1:]) + e['SHARDWRIGHT_PLAN'])\n"
+        "sys.exit(3 if 'fail' in sys.argv else 0)\n"
+    )
+    command = [sys.executable, "-m", "planner", "run", "two.json", "script.py", "--flag"]
+    root = str(Path(sys.modules["planner"].__path__[0]).parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root})
+    assert done.returncode == 0, done.stderr
+    assert [(folder / f"rank{r}").read_text() for r in (0, 1)] == [f"2--flag{folder / 'two.json'}"] * 2
+    failed = subprocess.run([*command, "fail"], capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root})
+    assert failed.returncode == 5
+    assert failed.stderr.splitlines()[-1].startswith("error: a worker of 'script.py' failed")
+
+
+def test_run_refuses_before_starting(folder: Path) -> None:
+    assert "script 'absent.py' does not exist" in refused(2, "run", "a.json", "absent.py")
+    assert "cut.json" in refused(4, "run", "cut.json", "cli_targets.py")
+    assert "nnodes=3: the plan's 8 ranks" in refused(2, "run", "--nnodes", "3", "a.json", "cli_targets.py")
+    assert "--master host:port" in refused(2, "run", "--nnodes", "2", "a.json", "cli_targets.py")
+
+
+def test_torchrun_stays_on_the_loopback_on_one_node() -> None:
+    plan = sample_plans.plan()
+    one = torchrun_command(plan, Path("s.py"), ["-x"], 1, 0, "")
+    loopback = ["--standalone", "--local-addr=127.0.0.1"]
+    assert one[1:] == ["-m", "torch.distributed.run", "--nproc-per-node=8", "--nnodes=1", *loopback, "s.py", "-x"]
+    two = torchrun_command(plan, Path("s.py"), [], 2, 1, "node0:29500")
+    assert "--nproc-per-node=4" in two and "--node-rank=1" in two and "--master-addr=node0" in two and "--master-port=29500" in two
+
+
+def test_scaling_table() -> None:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(scaling_table([(1, InfeasibleError("needs 9 GiB")), (4, sample_plans.plan(tensor=1)), (8, sample_plans.plan())]))
+    text = console.export_text()
+    assert "needs 9 GiB" in text and "2×2×2" in text and "1.00×" in text and "50.0 %" in text
+
+
+def test_exit_codes() -> None:
+    wanted = {InputError: 2, CaptureError: 2, BatchError: 2, InfeasibleError: 3, PlanError: 4, WorkerError: 5}
+    assert {kind: exit_code(kind("x")) for kind in wanted} == wanted
+    assert {code for _, code in EXITS} == {2, 3, 4, 5}
+
+
+def test_layouts_and_counts() -> None:
+    assert parse_layout("data=2, tensor=4,schedule=1f1b") == {"data": 2, "tensor": 4, "schedule": "1f1b"}
+    assert parse_layout(None) is None and parse_layout("") is None
+    for text in ("data", "data=-1", "date=2", "zero=²"):
+        with pytest.raises(InputError, match="expected some of"):
+            parse_layout(text)
+    assert parse_counts("1, 2,8") == [1, 2, 8]
+    for text in ("", "0", "1;2", "-1"):
+        with pytest.raises(InputError, match="expected numbers"):
+            parse_counts(text)
+
+
+def test_targets(folder: Path) -> None:
+    made = load_target("cli_targets:with_loss")
+    assert made.example_inputs[0].shape == (8, 8) and made.loss is not None
+    assert load_target("cli_targets:big", meta=True).model.weight.is_meta
