@@ -60,7 +60,8 @@ def test_terminal_says_what_matters() -> None:
     for part in (
         "ToyTransformer on 8 × h100: pipe 2 × data 2 × tensor 2, micro-batches 4, 1f1b", "predicted step 100 ms",
         "2.70 GiB of 3.73 GiB (72.5 %)", "optimal, gap 0.00 %", "embed, layers.* ×2", "activations 1.21 GiB",
-        "column-parallel (×2)", "row-parallel: pending sum, then all-reduce", "FSDP over data", "communication  18.0 ms", "does not go", "aten.foo.default has no rule",
+        "column-parallel (×2)", "row-parallel: pending sum, then all-reduce",
+        "FSDP over data", "communication  18.0 ms", "does not go", "aten.foo.default has no rule",
     ):  # fmt: skip
         assert part in text, part
 
