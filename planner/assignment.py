@@ -50,7 +50,7 @@ def axis_strategies(graph: Graph, node: Node, rule: Rule | None, ranks: int) -> 
 
 
 def assign(plan: Plan, graph: Graph) -> Assignment:
-    """Lay ``plan`` over ``graph``. Raises PlanError where they do not belong together, naming both sides."""
+    """Lay ``plan`` over ``graph`` (for inference: ``graph.without_gradients()``). Raises PlanError where they do not belong together, naming both sides."""
     mesh = plan.mesh.mesh()
     parts = segments(graph)
     by_segment: dict[int, SegmentPlan] = {i: part for part in plan.segments for i in part.segments}

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 PARAMETER, BUFFER, INPUT, CONSTANT = "parameter", "buffer", "input", "constant"
@@ -207,6 +207,10 @@ class Graph:
             if node.op == INPUT or any(value.node in found for value in node.inputs):
                 found.add(node.name)
         return frozenset(found)
+
+    def without_gradients(self) -> Graph:
+        """The same graph for inference: nothing carries a gradient, so no tensor makes a difference between I and R."""
+        return replace(self, nodes=tuple(replace(node, grad=(False,) * len(node.outputs)) for node in self.nodes))
 
     def fingerprint(self) -> str:
         """SHA-256 over ops, shapes, wiring and names of parameters: equal graphs, equal fingerprints, in any process."""

@@ -41,6 +41,8 @@ def lower(graph: Graph, plan: Plan, coordinates: Mapping[str, int], *, mode: str
 
     ``mode`` "step" computes the loss, "forward" the model's outputs. Raises PlanError where plan and graph do not fit.
     """
+    if plan.optimizer == "none":
+        graph = graph.without_gradients()
     return Lowering(graph, assign(plan, graph), coordinates, mode, training).stage()
 
 
@@ -117,9 +119,8 @@ class Lowering:
 
     def crossings(self, alive: Sequence[Node], border: int) -> list[Value]:
         """Values made before stage ``border`` and read in it or later, in the order they are made."""
-        read = {v for node in alive if self.travels(node) and self.stage_of(node) >= border for v in self.closure_inputs(node)}
-        if border < self.count:
-            read.update(v for v in self.results())
+        read = {v for node in alive if self.travels(node) and self.stage_of(node) >= border for v in node.inputs}
+        read.update(self.results())
         return [
             Value(node.name, i)
             for node in alive
