@@ -148,6 +148,12 @@ class Plan(Part):
     def world_size(self) -> int:
         return self.mesh.pipe * self.mesh.data * self.mesh.tensor
 
+    def input_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every tensor of the global batch that the plan was made for."""
+        from planner.plan_check import input_tensors
+
+        return input_tensors(self)
+
     def to_json(self) -> str:
         """Canonical JSON: equal plans are equal bytes."""
         from planner.plan_io import to_json

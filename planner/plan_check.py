@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from planner.errors import PlanError, ReshardError
+from planner.graph import DTYPE_BYTES
 from planner.oplines import OpLine
 from planner.plan import Plan
 from planner.sharding import R
@@ -145,7 +146,13 @@ def _solver(plan: Plan) -> Iterator[str]:
 
 
 def _inputs(plan: Plan) -> Iterator[str]:
-    tensors = dict(_tensors(plan.model.inputs))
+    root = plan.model.inputs
+    if not (isinstance(root, dict) and root.keys() == {"args", "kwargs"} and type(root["args"]) is list and type(root["kwargs"]) is dict):
+        yield f"model.inputs: {str(root)[:80]!r}, must be an object of 'args' (a list) and 'kwargs' (an object)"
+        return
+    for complaint in _tree({"list": [{"list": root["args"]}, {"dict": root["kwargs"]}]}):
+        yield f"model.inputs: {complaint}"
+    tensors = input_tensors(plan)
     for name, dim in plan.model.batch_dims.items():
         if name not in tensors:
             yield f"model.batch_dims: {name!r} is no tensor of model.inputs ({', '.join(map(repr, tensors)) or 'none'})"
@@ -153,18 +160,42 @@ def _inputs(plan: Plan) -> Iterator[str]:
             yield f"model.batch_dims[{name!r}]: dim {dim}, the tensor has {len(tensors[name])} dims"
 
 
-def _tensors(tree: Any) -> Iterator[tuple[str, list[Any]]]:
-    """(name, shape) of every tensor leaf of an ``in_spec``."""
-    if isinstance(tree, dict):
-        shape = tree.get("shape")
-        if isinstance(tree.get("tensor"), str) and isinstance(shape, list):
-            yield tree["tensor"], shape
-        else:
-            for item in tree.values():
-                yield from _tensors(item)
-    elif isinstance(tree, list):
-        for item in tree:
-            yield from _tensors(item)
+def _tree(node: Any) -> Iterator[str]:
+    """Complaints about a node of an ``in_spec``: a tensor, a plain value, or a container of nodes."""
+    keys = node.keys() if isinstance(node, dict) else set()
+    if keys == {"tensor", "shape", "dtype"}:
+        if type(node["tensor"]) is not str or node["dtype"] not in DTYPE_BYTES or not _is_shape(node["shape"]):
+            yield f"{str(node)[:120]!r}, a tensor needs a name, a shape of integers from 0 and one of the dtypes {', '.join(DTYPE_BYTES)}"
+    elif keys == {"value"}:
+        if not (node["value"] is None or type(node["value"]) in (bool, int, float, str)):
+            yield f"{str(node)[:120]!r}, a value is null, a boolean, a number or a string"
+    elif keys in ({"list"}, {"tuple"}) and isinstance(node.get("list", node.get("tuple")), list):
+        for item in node.get("list", node.get("tuple")):
+            yield from _tree(item)
+    elif keys == {"dict"} and isinstance(node["dict"], dict):
+        for item in node["dict"].values():
+            yield from _tree(item)
+    else:
+        yield f"{str(node)[:120]!r}, must be one of {{tensor, shape, dtype}}, {{value}}, {{list}}, {{tuple}}, {{dict}}"
+
+
+def _is_shape(shape: Any) -> bool:
+    return type(shape) is list and all(type(size) is int and size >= 0 for size in shape)
+
+
+def input_tensors(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor among the model's inputs."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict) and isinstance(node.get("tensor"), str) and _is_shape(node.get("shape")):
+            found[node["tensor"]] = tuple(node["shape"])
+        elif isinstance(node, (dict, list)):
+            for item in node.values() if isinstance(node, dict) else node:
+                visit(item)
+
+    visit(plan.model.inputs)
+    return found
 
 
 LAWS: tuple[Law, ...] = (_mesh, _stages, _segments, _ops, _parameters, _predictions, _solver, _inputs)

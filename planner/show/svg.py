@@ -10,7 +10,10 @@ from planner.show.timeline import Event
 
 WIDTH = 900
 PALETTE = {
-    "compute": "#3f7de0",
+    "forward": "#3f7de0",
+    "backward": "#23a07c",
+    "gather": "#d0a92b",
+    "gradient sync": "#c94f7c",
     "communication": "#e2793b",
     "bubble": "#b9c0cc",
     "optimizer": "#8d6bd1",

@@ -4,7 +4,7 @@
     stage 1     F0 F1 B0 F2 ...
 
 The plan knows the step's time, not each stage's, so all stages are drawn equally long: one forward and backward of a micro-batch takes
-(step - what follows the last backward) / (micro-batches + stages - 1), a third of it forward.
+(step - what follows the last backward) / (micro-batches + stages - 1), divided between them as the predicted compute is.
 """
 
 from __future__ import annotations
@@ -84,13 +84,19 @@ def _needs(stage: int, kind: str, microbatch: int, stages: int) -> set[tuple[int
     return {(stage, "F", microbatch)} | ({(stage + 1, "B", microbatch)} if stage + 1 < stages else set())
 
 
+def _forward_share(plan: Plan) -> float:
+    """Share of the forward in the compute time; a third where the plan does not tell them apart."""
+    forward, backward = (plan.predicted.breakdown.get(kind, 0.0) for kind in ("forward", "backward"))
+    return forward / (forward + backward) if forward and backward else 1 / 3
+
+
 def timeline(plan: Plan) -> list[Event]:
     """The predicted step of a plan; the last event ends at ``plan.predicted.step_time_s``."""
     stages, microbatches = plan.mesh.pipe, plan.mesh.microbatches
     tail = {kind: t for kind, t in sorted(plan.predicted.breakdown.items()) if t > 0 and any(word in kind for word in AFTER)}
     slot = (plan.predicted.step_time_s - sum(tail.values())) / (microbatches + stages - 1)
     trained = plan.model.loss != "none" and plan.optimizer != "none"
-    forward = slot / 3 if trained else slot
+    forward = slot * _forward_share(plan) if trained else slot
     orders = [ORDERS[plan.schedule](stages, k, microbatches) for k in range(stages)]
     if not trained:
         orders = [[item for item in order if item[0] == "F"] for order in orders]

@@ -48,7 +48,7 @@ def data(pipe: int = 2, data: int = 2, tensor: int = 2, microbatches: int = 4, l
     cut = (layers + 2) // pipe
     firsts = [i * cut for i in range(pipe)] + [layers + 2]
     stage_memory = {"parameters": 400_000_000, "gradients": 400_000_000, "optimizer": 800_000_000, "activations": 1_300_000_000}
-    breakdown = {"compute": 0.060, "communication": 0.018, "bubble": 0.02, "optimizer": 0.002}
+    breakdown = {"forward": 0.020, "backward": 0.040, "communication": 0.018, "bubble": 0.02, "optimizer": 0.002}
     parameters = {
         "embed.weight": ("float32[1000,64]", w(tensor="S(0)"), False),
         "layers.*.norm.weight": ("float32[64]", w(tensor="I"), False),

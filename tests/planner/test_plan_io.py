@@ -45,6 +45,10 @@ def test_round_trip(sizes: dict[str, int]) -> None:
     assert Plan.from_json(text.encode()).to_json() == text
 
 
+def test_input_shapes() -> None:
+    assert sample_plans.plan().input_shapes() == {"tokens": (16, 32)}
+
+
 def test_canonical_form() -> None:
     assert TEXT.endswith("}\n") and TEXT.count("\n") == 1 and TEXT.isascii()
     assert json.dumps(json.loads(TEXT), sort_keys=True, separators=(",", ":")) + "\n" == TEXT
@@ -129,6 +133,11 @@ REFUSED = [
     ("model.name", "x" * 600, r"model\.name: 'xxx.* at most 512"),
     ("model.name", "\ud800", r"half a surrogate"),
     ("model.parameters.embed.weight", "float32[]x", r"model\.parameters\['embed"),
+    ("model.inputs", [], r"model\.inputs: '\[\]', must be an object of 'args'"),
+    ("model.inputs.args", [{"import": "os"}], r"must be one of \{tensor, shape, dtype\}"),
+    ("model.inputs.args", [{"value": [1]}], r"a value is null, a boolean"),
+    ("model.inputs.args[0].dtype", "float7", r"one of the dtypes float64, float32"),
+    ("model.inputs.args[0].shape", [-1], r"a shape of integers from 0"),
     ("model.batch_dims", {"words": 0}, r"model\.batch_dims: 'words' is no tensor of model\.inputs \('tokens'\)"),
     ("model.batch_dims", {"tokens": 2}, r"model\.batch_dims\['tokens'\]: dim 2, the tensor has 2 dims"),
     ("stages", [{"first": 0, "last": 6}], r"stages: there are 1, the mesh has pipe=2"),

@@ -129,7 +129,7 @@ def test_diff_finds_each_change() -> None:
     data["segments"][1]["ops"][8] = data["segments"][1]["ops"][4]
     data["parameters"][2]["fsdp"] = False
     data["stages"] = [{"first": 0, "last": 2}, {"first": 2, "last": 6}]
-    data["predicted"] |= {"step_time_s": 0.11, "breakdown": {**data["predicted"]["breakdown"], "compute": 0.07}}
+    data["predicted"] |= {"step_time_s": 0.11, "breakdown": {**data["predicted"]["breakdown"], "backward": 0.05}}
     data |= {"optimizer": "sgd"}
     difference = before.diff(Plan.from_json(json.dumps(data)))
     assert [(c.section, c.what, c.after) for c in difference.changes] == [
@@ -140,7 +140,7 @@ def test_diff_finds_each_change() -> None:
         ("ops", "layers.* op 8 aten.add.Tensor", "S(0),S(0),I | S(0),S(0),I -> S(0),S(0),I"),
         ("parameters", "layers.*.qkv.weight", "R,R,S(0)"),
         ("predicted", "step time", "110 ms"),
-        ("predicted", "compute", "70.0 ms"),
+        ("predicted", "backward", "50.0 ms"),
     ]
     assert "step time: 100 ms => 110 ms (+10.0 %)" in str(difference)
 
