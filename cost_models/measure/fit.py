@@ -124,6 +124,8 @@ class _Fit:
                     merged[what, int(shape.partition("x")[0])][size].append(value)
         tables = []
         for (what, size), timed in sorted(merged.items()):
+            if len(timed) < 2:  # latency alone says nothing about bandwidth: the nearest table or the link does better
+                continue
             x, raw = _columns([(nbytes, float(np.exp(np.mean(np.log(values))))) for nbytes, values in timed.items()])
             y = monotone(raw)
             seconds = self.curve(x, y, 1, residual(raw, y))
@@ -135,7 +137,7 @@ class _Fit:
         """One step's latency from the smallest all_reduce of everybody, the bandwidth from the largest."""
         everybody = Group(self.ranks)
         found = self.points.get(f"all_reduce/{self.ranks}x1")
-        if not found:
+        if not found or len(found) < 2:
             return preset("cpu").link_within
         (_, floor_s), (size, seconds) = min(found), max(found)
         step_s = max(floor_s - self.launch_s, floor_s * 0.1) / steps("all_reduce", everybody)[0]

@@ -1,4 +1,7 @@
-"""What is timed: a list of samples, small sizes of everything first, so that stopping by time leaves no gap.
+"""What is timed: a list of samples, ordered so that stopping by time leaves no gap.
+
+First the smallest size of everything (latency), then one at two thirds of the ladder (bandwidth), then the rest, growing.
+Groups of far neighbours, which on most machines cost what near ones do, come last.
 
 Equal on every rank: it follows from the ranks and the device alone.
 """
@@ -8,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cost_models.links import COLLECTIVES
+
+# Files through which the measuring processes report: samples of rank 0, and what went wrong on a rank.
+RECORDS, FAILED = "records.jsonl", "failed-"
 
 
 @dataclass(frozen=True)
@@ -66,18 +72,27 @@ def all_series(ranks: int, device: str) -> list[Series]:
     dtypes = ["float32", "bfloat16", "float64"] + (["float16"] if device == "cuda" else [])
     series = [Series("launch"), Series("memory")]
     series += [Series("matmul", dtype) for dtype in dtypes]
-    shapes = group_shapes(ranks)
-    for number, (size, stride) in enumerate(shapes):
-        pairs = ["send"] if number == 0 else []
+    shapes = sorted(group_shapes(ranks), key=lambda shape: (shape[1] > 1, shape[0] != ranks))
+    for size, stride in shapes:
         series += [Series(what, "float32", size, stride) for what in (*COLLECTIVES[:4], "broadcast")]
-        series += [Series(what, "float32", 2, 1) for what in pairs]
+    series += [Series("send", "float32", 2, 1), Series("overlap")] if ranks > 1 else []
     series += [Series("optimizer"), Series("attention"), Series("conv")]
-    series += [Series("attention", dtype) for dtype in dtypes[1:]] + ([Series("overlap")] if ranks > 1 else [])
-    return series
+    return series + [Series("attention", dtype) for dtype in dtypes[1:]]
 
 
 def all_samples(ranks: int, device: str) -> list[Sample]:
-    """All samples in the order in which they are taken: the first size of every series, then the second, and so on."""
-    ladders = [(series, steps_of(series, device)) for series in all_series(ranks, device)]
-    longest = max(len(steps) for _, steps in ladders)
+    """All samples in the order in which they are taken."""
+    near = [series for series in all_series(ranks, device) if series.stride == 1]
+    far = [series for series in all_series(ranks, device) if series.stride > 1]
+    return _in_rounds(near, device) + _in_rounds(far, device)
+
+
+def _in_rounds(group: list[Series], device: str) -> list[Sample]:
+    ladders = [(series, _first_the_ends(steps_of(series, device))) for series in group]
+    longest = max((len(steps) for _, steps in ladders), default=0)
     return [Sample(series, steps[i]) for i in range(longest) for series, steps in ladders if i < len(steps)]
+
+
+def _first_the_ends(steps: list[int]) -> list[int]:
+    high = steps[len(steps) * 2 // 3]
+    return list(dict.fromkeys([steps[0], high, *steps]))

@@ -1,25 +1,26 @@
 """Start the measuring processes, watch them, collect what they wrote, leave none behind.
 
-Plain subprocesses of this interpreter: the user's own script is not imported again, and no state is shared. They meet
-through a file, and gloo listens on the loopback interface only.
+A plain subprocess of this interpreter that parts into the ranks: the user's own script is not imported again, and no state
+is shared. The ranks meet through a file, and gloo listens on the loopback interface only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cost_models.errors import MeasureError
 from cost_models.measure import Progress
-from cost_models.measure.plan import all_samples
+from cost_models.measure.plan import FAILED, RECORDS, all_samples
 
 # Time kept back from the budget for leaving the process groups and for the fit, and for a forced end.
 ENDING_S = 2.0
@@ -34,34 +35,36 @@ def run_ranks(ranks: int, budget_s: float, device: str, progress: Progress | Non
     """
     begin = time.monotonic()
     hard = begin + budget_s - FORCED_S
-    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
-        records = Path(folder) / "records.jsonl"
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as name:
+        folder = Path(name)
         setup = {
             "ranks": ranks,
             "device": device,
-            "store": str(Path(folder) / "store"),
-            "records": str(records),
+            "folder": name,
             "deadline": begin + budget_s - ENDING_S,
             "hard_deadline": hard + 2.0,
         }
-        logs = [(Path(folder) / f"stderr-{rank}").open("w+b") for rank in range(ranks)]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(ranks):
-                processes.append(_start({**setup, "rank": rank}, logs[rank]))
-            while any(process.poll() is None for process in processes) and time.monotonic() < hard:
-                _raise_for_failure(processes, Path(folder), records)
-                if progress is not None:
-                    lines = _read(records)
-                    share = min(1.0, (time.monotonic() - begin) / budget_s)
-                    progress(share, str(lines[-1].get("series", "done")) if lines else "starting the processes")
-                time.sleep(0.05)
-            _raise_for_failure(processes, Path(folder), records)
-        finally:
-            _end(processes)
-            for log in logs:
-                log.close()
-        found = [record for record in _read(records) if "series" in record]
+        with (folder / "stderr").open("wb") as log:
+            process = subprocess.Popen(
+                _command(setup),
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                while process.poll() is None and time.monotonic() < hard:
+                    _raise_for_failure(process, ranks, folder)
+                    if progress is not None:
+                        lines = _read(folder)
+                        what = str(lines[-1].get("series", "done")) if lines else "starting the processes"
+                        progress(min(1.0, (time.monotonic() - begin) / budget_s), what)
+                    time.sleep(0.05)
+                _raise_for_failure(process, ranks, folder)
+            finally:
+                _end(process)
+        found = [record for record in _read(folder) if "series" in record]
     if not found:
         raise MeasureError(
             f"{ranks} processes measured nothing in {budget_s:g} s ({len(all_samples(ranks, device))} samples planned); "
@@ -72,46 +75,50 @@ def run_ranks(ranks: int, budget_s: float, device: str, progress: Progress | Non
     return found
 
 
-def _start(setup: dict[str, object], log: Any) -> subprocess.Popen[bytes]:
-    package_folder = str(Path(__file__).parents[2])
+def _command(setup: dict[str, object]) -> list[str]:
+    return [sys.executable, "-m", "cost_models.measure.worker", json.dumps(setup)]
+
+
+def _environment() -> dict[str, str]:
+    """One thread per rank, loopback only, and nothing of a launcher that this process may itself run under."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    environment = {
-        **os.environ,
+    package_folder = str(Path(__file__).parents[2])
+    return {
+        **{name: value for name, value in os.environ.items() if name not in launcher},
         "PYTHONPATH": os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
     }
-    # A launcher's own variables would make the process group look for that launcher.
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
-        environment.pop(name, None)
-    command = [sys.executable, "-m", "cost_models.measure.worker", json.dumps(setup)]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log)
 
 
-def _raise_for_failure(processes: Sequence[subprocess.Popen[bytes]], folder: Path, records: Path) -> None:
-    for rank, process in enumerate(processes):
-        code = process.poll()
-        if code not in (None, 0):
-            lines = _read(records)
-            last = lines[-1].get("series", "the end") if lines else "the start"
-            text = (folder / f"stderr-{rank}").read_text(errors="replace").strip().splitlines()
-            raise MeasureError(
-                f"measuring rank {rank} of {len(processes)} ended with code {code} after {last}: {text[-1] if text else 'no message'}"
-            )
+def _raise_for_failure(process: subprocess.Popen[bytes], ranks: int, folder: Path) -> None:
+    """The rank that failed first is the cause; the others then lose their connection."""
+    failed = sorted(folder.glob(f"{FAILED}*"), key=lambda file: file.stat().st_mtime_ns)
+    if not failed and process.poll() in (None, 0):
+        return
+    lines = _read(folder)
+    last = lines[-1].get("series", "the end") if lines else "the start"
+    if failed:
+        rank = failed[0].name.removeprefix(FAILED)
+        raise MeasureError(f"measuring rank {rank} of {ranks} failed after {last}: {failed[0].read_text()}")
+    text = (folder / "stderr").read_text(errors="replace").strip().splitlines()
+    raise MeasureError(f"the measuring processes ended with code {process.poll()} after {last}: {text[-1] if text else 'no message'}")
 
 
-def _read(records: Path) -> list[Record]:
+def _read(folder: Path) -> list[Record]:
     """The whole lines written so far."""
-    if not records.exists():
+    file = folder / RECORDS
+    if not file.exists():
         return []
-    return [json.loads(line) for line in records.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-    for process in processes:
-        process.wait(timeout=10)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the whole session of the measuring processes; their group is gone where they ended by themselves."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)

@@ -1,4 +1,4 @@
-"""One measuring process: ``python -m cost_models.measure.worker '{json}'``. Rank 0 writes one JSON line per sample.
+"""The measuring processes: ``python -m cost_models.measure.worker '{json}'``. Rank 0 writes one JSON line per sample.
 
 All ranks run the same plan in step: every decision (how often, stop, skip) follows from figures that all ranks share.
 """
@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import statistics
 import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from cost_models.links import COLLECTIVES
 from cost_models.measure.kernels import Kernel, build_collective, build_compute
-from cost_models.measure.plan import Sample, Series, all_samples, all_series
+from cost_models.measure.plan import FAILED, RECORDS, Sample, Series, all_samples, all_series
 
 REPEATS = 3
 PASSES = 2
@@ -38,6 +39,7 @@ class Rank:
     ranks: int
     device: torch.device
     deadline: float
+    now: float  # the latest clock of all ranks when they last agreed on it
     groups: dict[tuple[int, int], dist.ProcessGroup | None] = field(default_factory=dict)
     last_s: dict[Series, tuple[int, float]] = field(default_factory=dict)
 
@@ -78,23 +80,26 @@ class Rank:
 
     def time(self, sample: Sample) -> dict[str, object] | None:
         """Median over repetitions of the slowest rank; None where the time left is too short."""
-        before_step, before_s = self.last_s.get(sample.series, (sample.step, 0.0))
-        power = 3 if sample.series.what == "matmul" else 2 if sample.series.what in ("attention", "conv") else 1
-        expected_s = before_s * (sample.step / before_step) ** power
-        (now,) = self.slowest(time.monotonic())
-        if now + 3 * expected_s > self.deadline:
+        if self.now + REPEATS * self.expected_s(sample) > self.deadline:
             return None
         kernel = self.kernel(sample)
         kernel.run()
-        (once,) = self.slowest(self.seconds(kernel, 1))
+        once, self.now = self.slowest(self.seconds(kernel, 1), time.monotonic())
         call_s = once * kernel.per_call
         calls = max(1, min(MAX_CALLS, int(MIN_REPEAT_S / max(call_s, 1e-9))))
-        (now,) = self.slowest(time.monotonic())
-        repeats = max(1, min(REPEATS, int((self.deadline - now) / max(calls * call_s, 1e-9))))
-        times = self.slowest(*[self.seconds(kernel, calls) for _ in range(repeats)])
+        repeats = max(1, min(REPEATS, int((self.deadline - self.now) / max(calls * call_s, 1e-9))))
+        times = [self.seconds(kernel, calls) for _ in range(repeats)]
+        *times, self.now = self.slowest(*times, time.monotonic())
         seconds = statistics.median(times)
         self.last_s[sample.series] = (sample.step, seconds * kernel.per_call)
         return {"series": sample.series.name, "size": kernel.size, "seconds": seconds, "repeats": repeats}
+
+    def expected_s(self, sample: Sample) -> float:
+        """Seconds of one call, from the last one of the series; a collective at small sizes is mostly latency."""
+        step, seconds = self.last_s.get(sample.series, (sample.step, 0.0))
+        what = sample.series.what
+        power = 3.0 if what == "matmul" else 2.0 if what in ("attention", "conv") else 0.5 if what in COLLECTIVES else 1.0
+        return seconds * (sample.step / step) ** power
 
 
 def time_overlap(me: Rank) -> dict[str, object]:
@@ -115,7 +120,7 @@ def time_overlap(me: Rank) -> dict[str, object]:
         work = dist.all_reduce(message, async_op=True)
         together.append(_matmuls_s(me, matmul, calls, wait=False))
         work.wait()
-    shared = me.slowest(*alone, *together)
+    *shared, me.now = me.slowest(*alone, *together, time.monotonic())
     ratio = statistics.median(shared[REPEATS:]) / statistics.median(shared[:REPEATS])
     return {"series": "overlap/float32", "size": nbytes, "seconds": ratio, "repeats": REPEATS}
 
@@ -159,8 +164,7 @@ def run(me: Rank, out: TextIO | None) -> None:
 
     for sample in all_samples(me.ranks, me.device.type) * PASSES:
         if sample.series.what == "overlap":
-            (now,) = me.slowest(time.monotonic())
-            record = time_overlap(me) if now + OVERLAP_S < me.deadline else None
+            record = time_overlap(me) if me.now + OVERLAP_S < me.deadline else None
         else:
             record = me.time(sample)
         if record is not None:
@@ -168,30 +172,58 @@ def run(me: Rank, out: TextIO | None) -> None:
     write({"done": True})
 
 
-def main(argument: str) -> None:
-    """Join the other ranks and measure."""
-    setup = json.loads(argument)
+def measure(setup: dict[str, Any], rank: int) -> None:
+    """Join the other ranks and measure; ends by itself at the hard deadline, wherever it then is."""
     faulthandler.dump_traceback_later(max(1.0, setup["hard_deadline"] - time.monotonic()), exit=True)
-    torch.set_num_threads(1)
-    cuda = setup["device"] == "cuda"
-    device = torch.device("cuda", setup["rank"]) if cuda else torch.device("cpu")
+    cuda, ranks = setup["device"] == "cuda", setup["ranks"]
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if setup["ranks"] > 1:
-        store = dist.FileStore(setup["store"], setup["ranks"])
-        limit = timedelta(seconds=setup["hard_deadline"] - time.monotonic())
-        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=setup["rank"], world_size=setup["ranks"], timeout=limit)
-    me = Rank(setup["rank"], setup["ranks"], device, setup["deadline"])
+    if ranks > 1:
+        store = dist.FileStore(str(Path(setup["folder"]) / "store"), ranks)
+        limit = timedelta(seconds=max(1.0, setup["hard_deadline"] - time.monotonic()))
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    me = Rank(rank, ranks, device, setup["deadline"], time.monotonic())
+    (me.now,) = me.slowest(me.now)
     with torch.no_grad():
         make_groups(me)
-        if me.rank == 0:
-            with Path(setup["records"]).open("w") as out:
+        if rank == 0:
+            with (Path(setup["folder"]) / RECORDS).open("w") as out:
                 run(me, out)
         else:
             run(me, None)
-    if setup["ranks"] > 1:
+    if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def guarded(setup: dict[str, Any], rank: int) -> int:
+    """Exit code of one rank; what went wrong is written to a file of its own."""
+    try:
+        measure(setup, rank)
+        return 0
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        (Path(setup["folder"]) / f"{FAILED}{rank}").write_text(text)
+        return 1
+
+
+def main(argument: str) -> None:
+    """Import once, then part into the ranks: on few cores starting that many interpreters would eat the budget."""
+    setup = json.loads(argument)
+    torch.set_num_threads(1)
+    # The first optimizer imports a good part of torch.
+    build_compute(Sample(Series("optimizer"), 1024), torch.device("cpu")).run()
+    children = []
+    for rank in range(1, setup["ranks"]):
+        child = os.fork()
+        if child == 0:
+            os._exit(guarded(setup, rank))
+        children.append(child)
+    code = guarded(setup, 0)
+    for child in children:
+        os.waitpid(child, 0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
+import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +22,32 @@ from cost_models.measure.fit import monotone, profile_from_records
 from cost_models.measure.plan import all_samples, all_series, group_shapes
 from cost_models.presets import preset
 
-BUDGET_S = 12.0
+BUDGET_S = 30.0
 
 
-def children() -> list[str]:
-    """Command lines of the living children of this process."""
-    found = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True).stdout
-    return [line for line in found.splitlines() if "cost_models.measure" in line]
+def left_over(folder: Path) -> list[str]:
+    """Living processes whose command line names ``folder``."""
+    found = subprocess.run(["ps", "-eo", "stat=,args="], capture_output=True, text=True, check=True).stdout
+    return [line for line in found.splitlines() if str(folder) in line and not line.startswith("Z")]
+
+
+def run_changed(monkeypatch: pytest.MonkeyPatch, folder: Path, change: str) -> None:
+    """Let the measuring processes run ``change`` (it sees the worker as ``w``) first, and work in ``folder``."""
+    program = f"import sys, time, cost_models.measure.worker as w; real = w.measure; {change}; w.main(sys.argv[1])"
+    monkeypatch.setattr(spawn, "_command", lambda setup: [sys.executable, "-c", program, json.dumps(setup)])
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 
 @pytest.fixture(scope="module")
-def measured() -> HardwareProfile:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HardwareProfile]:
+    folder = tmp_path_factory.mktemp("measured")
     begin = time.monotonic()
-    profile = measure_profile(2, BUDGET_S)
-    assert time.monotonic() - begin < BUDGET_S + 0.5
-    assert children() == []
-    return profile
+    with pytest.MonkeyPatch.context() as patch:
+        run_changed(patch, folder, "w.PASSES, w.MIN_REPEAT_S = 1, 0.001")
+        profile = measure_profile(2, BUDGET_S)
+    assert time.monotonic() - begin < BUDGET_S
+    assert left_over(folder) == [] and list(folder.iterdir()) == []
+    yield profile
 
 
 def test_measuring_gives_a_whole_profile(measured: HardwareProfile) -> None:
@@ -94,17 +108,26 @@ def test_a_folder_that_cannot_be_written_is_a_warning(measured: HardwareProfile,
         assert load_profile(None, ranks=2) == measured
 
 
-def test_a_failing_process_is_named_and_none_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = spawn._start
-
-    def broken(setup: dict[str, object], log: object) -> subprocess.Popen[bytes]:
-        return start({**setup, "device": "nonsense", "ranks": "x"} if setup["rank"] == 1 else setup, log)
-
-    monkeypatch.setattr(spawn, "_start", broken)
+def test_a_failing_process_is_named_and_none_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run_changed(monkeypatch, tmp_path, "w.measure = lambda setup, rank: 1 / 0 if rank == 1 else real(setup, rank)")
     begin = time.monotonic()
-    with pytest.raises(MeasureError, match="rank 1 of 2 ended with code 1"):
-        measure_profile(2, 20.0)
-    assert time.monotonic() - begin < 19 and children() == []
+    with pytest.raises(MeasureError, match="rank 1 of 2 failed after the start: ZeroDivisionError"):
+        measure_profile(2, BUDGET_S)
+    assert time.monotonic() - begin < BUDGET_S - 1 and left_over(tmp_path) == []
+
+
+def test_a_process_that_hangs_is_ended_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run_changed(monkeypatch, tmp_path, "w.measure = lambda setup, rank: time.sleep(60) if rank else real(setup, rank)")
+    begin = time.monotonic()
+    with pytest.raises(MeasureError, match="2 processes measured nothing in 5 s"):
+        measure_profile(2, 5.0)
+    assert time.monotonic() - begin < 6 and left_over(tmp_path) == []
+
+
+def test_a_program_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run_changed(monkeypatch, tmp_path, "raise SystemExit('no torch here')")
+    with pytest.raises(MeasureError, match="ended with code 1 after the start: no torch here"):
+        measure_profile(2, BUDGET_S)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +144,11 @@ def test_the_plan_is_breadth_first_and_covers_the_divisors() -> None:
     assert group_shapes(4) == [(4, 1), (2, 1), (2, 2)]
     assert group_shapes(12) == [(12, 1), (2, 1), (2, 6), (3, 1), (3, 4), (4, 1), (4, 3), (6, 1), (6, 2)]
     samples = all_samples(4, "cpu")
-    first = samples[: len(all_series(4, "cpu"))]
-    assert {sample.series for sample in first} == set(all_series(4, "cpu")), "the first size of everything comes first"
-    assert len(samples) == len(set(samples))
+    near = {series for series in all_series(4, "cpu") if series.stride == 1}
+    assert {sample.series for sample in samples[: len(near)]} == near, "the first size of everything comes first"
+    assert len(samples) == len(set(samples)) and {sample.series for sample in samples} == set(all_series(4, "cpu"))
+    steps = [sample.step for sample in samples if sample.series.name == "all_reduce/4x1"]
+    assert steps[:2] == [4096, 2**20] and steps[2:] == sorted(steps[2:]), "latency, bandwidth, then what lies between"
 
 
 def records(launch_s: float, rate: float, bandwidth: float, noise: np.ndarray) -> list[dict[str, object]]:
@@ -155,6 +180,15 @@ def test_noise_that_falls_with_size_is_averaged() -> None:
     (table,) = profile.collectives
     assert table.seconds.residual and np.all(np.diff(table.seconds.y) >= 0)
     assert profile_from_records(records(1e-5, 50e9, 8e9, np.ones(4)), 2, "cpu").collectives[0].seconds.residual == 0
+
+
+def test_latency_alone_is_no_bandwidth() -> None:
+    """Time ran out after the smallest size: no table is made of it, and a large message is not priced from a small one."""
+    few = [record for record in records(1e-5, 50e9, 8e9, np.ones(4)) if "all_reduce" not in str(record["series"])]
+    few.append({"series": "all_reduce/2x1", "size": 4096, "seconds": 0.01})
+    profile = profile_from_records(few, 2, "cpu")
+    assert profile.collectives == () and profile.link_within.bandwidth.provenance.kind == "assumed"
+    assert 0 < float(profile.collective_time_s("all_reduce", 2**20, Group(2))) < 0.1
 
 
 def test_too_few_samples_is_an_error() -> None:
