@@ -91,6 +91,14 @@ def _like(s: Simplifier, node: Node) -> object:
     return _shaped(s, replace(node, op=op, args=(node.args[0], node.outputs[0].shape), kwargs=()))
 
 
+def _broadcast(s: Simplifier, node: Node) -> object:
+    """broadcast_tensors is one expand per tensor."""
+    for i, (value, spec) in enumerate(zip(node.args[0], node.outputs)):
+        same = s.specs[value].shape == spec.shape
+        s.env[Value(node.name, i)] = value if same else s.emit(node, "aten.expand.default", (value, spec.shape), (spec,))
+    return None
+
+
 def _creation(s: Simplifier, node: Node) -> object:
     dtype = ("dtype", Symbol("dtype", node.outputs[0].dtype))
     return s.keep(replace(node, kwargs=(*((k, a) for k, a in node.kwargs if k != "dtype"), dtype)))
@@ -163,6 +171,7 @@ HANDLERS: dict[str, Handler] = {
     **{name: _creation for name in CREATION},
     **{name: _maybe_nothing for name in CAN_BE_NOTHING},
     **{name: _cast for name in CASTS},
+    "broadcast_tensors": _broadcast,
     "dropout": _dropout,
     "feature_dropout": _dropout,
     "cross_entropy_loss": _cross_entropy,

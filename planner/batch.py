@@ -1,0 +1,168 @@
+"""Which dims are the batch: a factor that the rules pass through, found by union-find over the graph.
+
+Every (value, dim) is an element. A rule joins the dims that share a factor, so the sets are the quantities of the model: the batch, the
+sequence, each hidden size. A set that holds a dim of a parameter is a feature, never the batch. Of the others the batch is the one that the
+fewest ops need whole: attention needs the sequence whole, nothing (or the loss alone) needs the batch whole. Sizes are never
+compared to find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import planner.rules  # noqa: F401 - registers every rule
+from planner.errors import InputError
+from planner.graph import INPUT, PARAMETER, Graph, Node, Value
+from planner.rules.base import Dims, Rule, rule_of
+
+Element = tuple[Value, int]
+
+
+class UnionFind:
+    def __init__(self) -> None:
+        self._parent: dict[Hashable, Hashable] = {}
+
+    def find(self, item: Hashable) -> Hashable:
+        root = item
+        while (above := self._parent.get(root, root)) != root:
+            root = above
+        while item != root:
+            self._parent[item], item = root, self._parent.get(item, item)
+        return root
+
+    def join(self, a: Hashable, b: Hashable) -> None:
+        first, second = self.find(a), self.find(b)
+        if first != second:
+            self._parent[second] = first
+
+
+@dataclass
+class _Set:
+    """One quantity of the model."""
+
+    inputs: list[tuple[str, int]] = field(default_factory=list)
+    size: int = 0
+    whole: int = 0
+    """How many ops need it whole, with no kernel of their own for a split one."""
+    kernels: int = 0
+    """How many need a kernel to split it."""
+    feature: bool = False
+
+
+@dataclass
+class _Dims:
+    """Joins of all dims of a graph, and who needs what whole."""
+
+    graph: Graph
+    joined: UnionFind = field(default_factory=UnionFind)
+    whole: list[tuple[Element, bool]] = field(default_factory=list)
+    """Elements that an op needs whole; True where it has a kernel for a split one."""
+    onward: dict[Element, list[Element]] = field(default_factory=dict)
+    """Input element of an op -> output elements of the same factor, for ops that carry no gradient."""
+    stopped: set[Element] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for node in self.graph.nodes:
+            if not node.is_source:
+                rule = rule_of(node, [self.graph.spec(value) for value in node.inputs])
+                if rule is not None:
+                    self._node(node, rule)
+
+    def _node(self, node: Node, rule: Rule) -> None:
+        outputs = [Value(node.name, i) for i in range(len(node.outputs))]
+        for factor, size in rule.sizes:
+            if size == 1:
+                continue
+            ins = list(_leading(node.inputs, rule.inputs, factor, rule.size, rule.ignored))
+            outs = list(_leading(outputs, rule.outputs, factor, rule.size))
+            found = ins + outs
+            for other in found[1:]:
+                self.joined.join(found[0], other)
+            has_kernel = any(extra.factor == factor for extra in rule.extra)
+            torn = any(_torn(dims, factor, rule.size) for dims in (*rule.inputs, *rule.outputs))
+            if factor in rule.whole or torn or not (rule.sums or outs):
+                self.whole.extend((element, has_kernel) for element in (ins or outs)[:1])
+                self.stopped.update(ins if not has_kernel else ())
+            elif not any(node.grad):
+                for element in ins:
+                    self.onward.setdefault(element, []).extend(outs)
+
+    def sets(self) -> dict[Hashable, _Set]:
+        found: dict[Hashable, _Set] = {}
+        for node in self.graph.nodes:
+            if node.op in (INPUT, PARAMETER):
+                for dim, size in enumerate(node.outputs[0].shape):
+                    entry = found.setdefault(self.joined.find((Value(node.name), dim)), _Set())
+                    entry.feature |= node.op == PARAMETER
+                    if node.op == INPUT and size > 1:
+                        entry.inputs.append((node.target, dim))
+                        entry.size = size
+        for element, has_kernel in self.whole:
+            entry = found.get(self.joined.find(element), _Set())
+            entry.kernels += has_kernel
+            entry.whole += not has_kernel
+        return found
+
+    def blocked(self, start: Element) -> bool:
+        """True if an op that carries no gradient (the building of a mask) needs this dim of an input whole: the input stays whole
+        then, which costs nothing, and what is made of it is cut later."""
+        seen, todo = {start}, [start]
+        while todo:
+            element = todo.pop()
+            if element in self.stopped:
+                return True
+            new = [e for e in self.onward.get(element, ()) if e not in seen]
+            seen.update(new)
+            todo.extend(new)
+        return False
+
+
+def _leading(values: object, dims: tuple[Dims, ...], factor: str, sizes: Mapping[str, int], skip: frozenset[int] = frozenset()) -> Iterator[Element]:
+    for position, (value, own) in enumerate(zip(values, dims)):  # type: ignore[call-overload]
+        for place, dim in enumerate(own):
+            real = [f for f in dim if sizes[f] > 1]
+            if position not in skip and real and real[0] == factor:
+                yield value, place
+
+
+def _torn(dims: Dims, factor: str, sizes: Mapping[str, int]) -> bool:
+    """True if the factor sits inside a flattened dim, behind another."""
+    return any(factor in [f for f in dim if sizes[f] > 1][1:] for dim in dims)
+
+
+def infer_batch_dims(graph: Graph, given: Mapping[str, int | None] | None = None) -> Graph:
+    """The graph with ``batch_dims`` set: input name -> its batch dim. ``given`` overrides, name -> dim or None.
+
+    Raises InputError where ``given`` names an input or a dim that does not exist.
+    """
+    inputs = {node.target: node for node in graph.of(INPUT)}
+    found = _found(graph)
+    for name, dim in (given or {}).items():
+        if name not in inputs:
+            raise InputError(f"batch_dims names {name!r}; the inputs are {sorted(inputs)}")
+        shape = inputs[name].outputs[0].shape
+        if dim is not None and not -len(shape) <= dim < len(shape):
+            raise InputError(f"batch_dims: {name}={dim}, but {name} has the shape {shape}")
+        found.pop(name, None)
+        if dim is not None:
+            found[name] = dim % len(shape)
+    return replace(graph, batch_dims=tuple((name, found[name]) for name in inputs if name in found))
+
+
+def _found(graph: Graph) -> dict[str, int]:
+    dims = _Dims(graph)
+    candidates = [entry for entry in dims.sets().values() if entry.inputs and not entry.feature]
+    if not candidates:
+        return {}
+    best = min(candidates, key=lambda s: (s.whole, min(dim for _, dim in s.inputs), s.kernels, -len(s.inputs)))
+    # inputs that meet in the loss only (two towers) form sets of their own: as clean as the best, along the first dim, of the same size
+    batch = [best] + [
+        s for s in candidates if s is not best and s.whole <= best.whole and s.size == best.size and all(dim == 0 for _, dim in s.inputs)
+    ]
+    places = [place for entry in batch for place in entry.inputs]
+    names = [name for name, _ in places]
+    value_of = {node.target: Value(node.name) for node in graph.of(INPUT)}
+    once = [(name, dim) for name, dim in places if names.count(name) == 1]
+    free = [(name, dim) for name, dim in once if not dims.blocked((value_of[name], dim))]
+    return dict(free or once)

@@ -1,0 +1,132 @@
+"""The natural strategy of every op along an axis that splits the batch, by one pass in execution order.
+
+Two uses. Along ``micro``, the axis of time, this is the only strategy there is: micro-batches run one after another and nothing
+communicates between them, so what an op does follows from its inputs. Along ``data`` it is plain data parallelism, a good first guess.
+
+Conversions along ``micro``::
+
+    R -> S(d)   the micro-batch's own slice
+    R -> P      the value in the first micro-batch, zero in the others
+    I -> R      nothing
+    P -> R      only of what no parameter or buffer has touched (a count of valid labels): summed over all micro-batches up front
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import planner.rules  # noqa: F401 - registers every rule
+from planner.errors import BatchError
+from planner.graph import INPUT, Graph, Node, Value
+from planner.reshard import COLLECTIVES
+from planner.rules.base import Strategy, one_axis, replicated, rule_of
+from planner.sharding import P, R, S, Type
+
+
+@dataclass(frozen=True)
+class Natural:
+    """One axis: how every op runs, and with which type every source comes."""
+
+    strategies: dict[str, Strategy]
+    sources: dict[str, Type]
+
+    def produced(self, value: Value) -> Type:
+        if value.node in self.sources:
+            return self.sources[value.node]
+        return self.strategies[value.node].outputs[value.index]
+
+
+def propagate_micro(graph: Graph, microbatches: int) -> Natural:
+    """Strategies along ``micro``.
+
+    Raises BatchError where the batch does not divide by ``microbatches`` (naming both), or where an op mixes the batch (naming op, module
+    and source line).
+    """
+    for name, dim in graph.batch_dims:
+        size = next(node for node in graph.of(INPUT) if node.target == name).outputs[0].shape[dim]
+        if size % microbatches:
+            raise BatchError(f"the batch of {size} (input {name!r}, dim {dim}) does not divide into {microbatches} micro-batches")
+    if microbatches > 1 and not graph.batch_dims:
+        raise BatchError(f"no input has a batch dim to cut into {microbatches} micro-batches; name it: batch_dims={{'x': 0}}")
+    natural = propagate(graph, microbatches, communicate=False)
+    for name, value in graph.mutations:
+        if natural.produced(value) != R:
+            node = graph.by_name[value.node]
+            raise BatchError(
+                f"buffer {name!r} is updated from the whole batch ({node.op} in module {node.module!r}, {node.source}), "
+                f"which {microbatches} micro-batches do not see; use microbatches=1"
+            )
+    return natural
+
+
+def propagate(graph: Graph, ranks: int, communicate: bool = True) -> Natural:
+    """Strategies along an axis of ``ranks`` that splits the batch. ``communicate``: collectives are possible (not along ``micro``).
+
+    Raises BatchError where no strategy can take its inputs as they are.
+    """
+    dims = dict(graph.batch_dims)
+    found = Natural({}, {})
+    for node in graph.nodes:
+        if node.is_source:
+            found.sources[node.name] = S(dims[node.target]) if node.op == INPUT and node.target in dims else R
+        else:
+            found.strategies[node.name] = _choose(graph, node, found, ranks, communicate)
+    return found
+
+
+def _choose(graph: Graph, node: Node, found: Natural, ranks: int, communicate: bool) -> Strategy:
+    have = [found.produced(value) for value in node.inputs]
+    pure = [value.node not in graph.parameter_dependent for value in node.inputs]
+    prices = {}
+    for strategy in _legal(graph, node, ranks):
+        if strategy.comm and not communicate:
+            continue
+        price = _price(have, pure, strategy, communicate)
+        if price is not None:
+            prices[strategy] = price
+    if not prices:
+        raise _mixes(node, have, ranks)
+    return min(prices, key=lambda s: prices[s])
+
+
+def _legal(graph: Graph, node: Node, ranks: int) -> Sequence[Strategy]:
+    rule = rule_of(node, [graph.spec(value) for value in node.inputs])
+    grad_in = [graph.has_grad(value) for value in node.inputs]
+    if rule is None:
+        return (replicated(len(grad_in), grad_in, node.grad),)
+    return one_axis(rule, grad_in, node.grad, ranks)
+
+
+Price = tuple[int, int, int, int]
+
+
+def _price(have: Sequence[Type], pure: Sequence[bool], strategy: Strategy, communicate: bool) -> Price | None:
+    """(collectives, conversions, pending outputs, place of the split): less is better; None where a conversion does not exist."""
+    collectives = conversions = 0
+    for before, after, is_pure in zip(have, strategy.inputs, pure):
+        if before == after:
+            continue
+        if not communicate and not _free(before, after, is_pure):
+            return None
+        if (before.kind, after.kind) not in COLLECTIVES:
+            return None
+        collectives += sum(map(bool, COLLECTIVES[before.kind, after.kind]))
+        conversions += 1
+    collectives += len(strategy.comm)
+    split = [type_.dim for type_ in strategy.outputs if type_.is_split]
+    return collectives, conversions, sum(type_ == P for type_ in strategy.outputs), min(split, default=-1)
+
+
+def _free(before: Type, after: Type, pure: bool) -> bool:
+    """True if the conversion exists along the axis of time."""
+    change = (before.kind, after.kind)
+    return change in (("R", "S"), ("R", "P"), ("I", "R")) or (change in (("P", "R"), ("P", "I")) and pure)
+
+
+def _mixes(node: Node, have: Sequence[Type], ranks: int) -> BatchError:
+    types = ", ".join(map(str, have))
+    return BatchError(
+        f"{node.op} in module {node.module or 'the model'!r} ({node.source or 'unknown line'}) mixes the batch: with its inputs split as "
+        f"({types}) over {ranks} micro-batches it would need values of all of them at once; use microbatches=1"
+    )
