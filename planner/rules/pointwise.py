@@ -45,27 +45,34 @@ LINEAR: dict[str, Terms] = {
     "aten.lerp.Tensor": ((0,), (1,)),
     "aten.where.self": ((1,), (2,)),
     "aten.masked_fill.Tensor": ((0,), (2,)),
-    "aten.copy.default": ((1,),),
     "aten.fill.Tensor": ((1,),),
 }
 
-# What autograd keeps, for the ops that keep anything: a key is shared by all overloads of an op.
+# What autograd keeps, for the ops that keep anything: by op, or by overload where they differ.
 SAVES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(words("relu exp exp2 expm1 sigmoid tanh sqrt rsqrt reciprocal tan sinh"), ("out0",)),
     **dict.fromkeys(
         words("""abs absolute acos acosh asin asinh atan atanh arccos arccosh arcsin arcsinh arctan arctanh angle celu clamp clamp_max
-        clamp_min clip cos cosh digamma elu erf erfc erfinv frac gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu lgamma log
-        log10 log1p log2 log_sigmoid logit mish nan_to_num relu6 selu sgn silu sin sinc softplus softshrink special_expit square
-        threshold i0 xlogy special_log_ndtr special_ndtri special_erfcx special_i1 special_i0e special_entr mvlgamma polygamma"""),
+        clamp_min clip cos cosh digamma elu erf erfc erfinv gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu lgamma log
+        log10 log1p log2 logit mish nan_to_num relu6 selu silu sin sinc softplus softshrink special_expit square
+        threshold i0 special_ndtri special_entr mvlgamma polygamma"""),
         ("in0",),
     ),
     **dict.fromkeys(
-        words("""mul multiply div divide true_divide pow atan2 arctan2 maximum minimum max min fmax fmin hypot logaddexp logaddexp2
+        words("""mul multiply div divide true_divide pow atan2 arctan2 maximum minimum max min fmax fmin logaddexp logaddexp2
         copysign float_power remainder fmod special_xlog1py"""), ("in0", "in1"),
     ),
     "addcmul": ("in1", "in2"),
     "addcdiv": ("in1", "in2"),
+    **dict.fromkeys(words("log_sigmoid sgn special_erfcx special_i0e special_i1 special_log_ndtr copysign.Scalar"), ("in0", "out0")),
+    **dict.fromkeys(words("hypot pow.Tensor_Tensor float_power.Tensor_Tensor"), ("in0", "in1", "out0")),
+    **dict.fromkeys(words("pow.Scalar float_power.Scalar"), ("in0", "out0")),
+    **dict.fromkeys(words("xlogy.Tensor clamp_min.Tensor clamp_max.Tensor"), ("in0", "in1")),
+    **dict.fromkeys(words("clamp.Tensor clip.Tensor"), ("in0", "in1", "in2")),
+    "xlogy": ("in0",),
+    "lerp.Tensor": ("in0", "in1", "in2"),
     "where": ("in0",),
+    "ldexp": ("in0", "in1"),
     "masked_fill": ("in1",),
     "prelu": ("in0", "in1"),
 }  # fmt: skip
@@ -80,7 +87,7 @@ special_log_ndtr special_ndtri sqrt square tan tanh threshold trunc"""
 # overloads -> the ops that have them
 FORMS: dict[str, str] = {
     "default": UNARY + """ logical_and logical_or logical_xor maximum minimum fmax fmin atan2 arctan2 hypot logaddexp logaddexp2 nextafter
-        heaviside floor_divide addcmul addcdiv copy isclose special_xlog1py""",
+        heaviside floor_divide addcmul addcdiv isclose special_xlog1py""",
     "Tensor Scalar": """add sub subtract mul multiply div divide true_divide rsub eq ne lt le gt ge not_equal less less_equal greater
         greater_equal bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ remainder fmod copysign fill lerp masked_fill""",
     "Tensor": "clamp clamp_min clamp_max clip ldexp xlogy",
@@ -146,10 +153,10 @@ def _saves(call: Call) -> tuple[str, ...]:
     """What the table says, of the inputs that are there; a product with a scalar keeps nothing."""
     if not call.node.outputs[0].is_float:
         return ()
-    name = call.node.op.split(".")[1]
-    found = SAVES.get(name, ())
-    if len(call.specs) == 1 and name in ("mul", "multiply", "div", "divide", "true_divide", "remainder", "fmod", "float_power", "pow"):
-        found = ("in0",) if name in ("pow", "float_power") else ()
+    _, name, form = call.node.op.split(".")
+    found = SAVES.get(f"{name}.{form}", SAVES.get(name, ()))
+    if len(call.specs) == 1 and name in ("mul", "multiply", "div", "divide", "true_divide", "remainder", "fmod"):
+        found = ()
     return tuple(s for s in found if s.startswith("out") or int(s[2:]) < len(call.specs))
 
 

@@ -71,11 +71,9 @@ def extreme(call: Call) -> Rule:
     return reduce(call, call.arg(1, "dim"), saves=("in0", "out0"))
 
 
-@rule("aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.mode.default", "aten.kthvalue.default")
+@rule("aten.max.dim", "aten.min.dim", "aten.median.dim")
 def extreme_with_index(call: Call) -> Rule:
-    name = call.node.op.split(".")[1]
-    dim = call.arg(2, "dim", -1) if name == "kthvalue" else call.arg(1, "dim", -1)
-    return reduce(call, int(dim), saves=("out1",))
+    return reduce(call, call.arg(1, "dim"), saves=("out1",))
 
 
 @rule("aten.argmax.default", "aten.argmin.default")

@@ -262,7 +262,7 @@ def diag_embed(call: Call) -> Rule:
     return through(call, [None if j in new else next(kept) for j in range(n)], linear=LINEAR)
 
 
-@rule("aten.alias.default", "aten.detach.default", "aten.lift_fresh.default", "aten.positive.default", "aten.resolve_conj.default")
+@rule("aten.alias.default", "aten.detach.default", "aten.lift_fresh.default", "aten.positive.default")
 def same(call: Call) -> Rule:
     return through(call, range(len(call.out)), linear=LINEAR, kind="view")
 
