@@ -192,10 +192,11 @@ class HardwareProfile(Model):
         moved: Array = latency + np.maximum(scaled, size * ours[1 - slow])
         return moved
 
-    def optimizer_time_s(self, nbytes: ArrayLike) -> Array:
-        """Seconds of an optimizer step that reads and writes ``nbytes`` in all."""
-        result: Array = np.asarray(nbytes, np.float64) / self.optimizer_bandwidth.value
-        return result
+    def optimizer_time_s(self, nbytes: float) -> float:
+        """Seconds of an optimizer step over ``nbytes``: parameters, gradients and states, each read or written once."""
+        if nbytes < 0:
+            raise ProfileError(f"the bytes of an optimizer step must be >= 0, got {nbytes:g}")
+        return float(nbytes) / self.optimizer_bandwidth.value
 
     # -- groups and links ----------------------------------------------------------------------------------------------
 
