@@ -104,7 +104,7 @@ def _schedule(plan: Plan) -> str:
         return ""
     total = plan.predicted.step_time_s
     drawn = svg.schedule(timeline(plan), plan.mesh.pipe, total, units.seconds(total))
-    note = '<p class="note">Stages are drawn equally long; numbers are micro-batches.</p>'
+    note = f'<p class="note">{"Stages are drawn equally long; numbers" if plan.mesh.pipe > 1 else "Numbers"} are micro-batches.</p>'
     return _section("One step", drawn + note)
 
 
@@ -118,7 +118,8 @@ def _graph(plan: Plan) -> str:
     keys = svg.legend(
         [("I invariant", "var(--I)"), ("R replicated", "var(--R)"), ("S(d) split along dim d", "var(--S)"), ("P pending sum", "var(--P)")]
     )
-    classes = "".join(_class(plan, segment, len(plan.segments) <= 3) for segment in plan.segments)
+    opened = max(plan.segments, key=lambda segment: len(segment.segments) * len(segment.ops), default=None)
+    classes = "".join(_class(plan, segment, segment is opened) for segment in plan.segments)
     return _section("The graph by segments", f'<div class="flow">{"".join(stages)}</div>{keys}{classes}')
 
 

@@ -44,12 +44,11 @@ def describe(plan: Plan, segment: SegmentPlan) -> list[tuple[OpLine, tuple[OnAxi
     axes = [(i, axis.name) for i, axis in enumerate(plan.mesh.mesh().axes) if not axis.is_time]
     told = []
     for position, line in enumerate(lines):
-        following = lines[position + 1] if position + 1 < len(lines) else None
-        told.append((line, tuple(OnAxis(name, on_axis(line, i, name, following)) for i, name in axes)))
+        told.append((line, tuple(OnAxis(name, on_axis(line, i, name, lines[position + 1 :])) for i, name in axes)))
     return told
 
 
-def on_axis(line: OpLine, axis: int, name: str, following: OpLine | None = None) -> str:
+def on_axis(line: OpLine, axis: int, name: str, following: Sequence[OpLine] = ()) -> str:
     inputs, outputs = line.on_axis(axis)
     for reader in READERS:
         text = reader(line, inputs, outputs)
@@ -57,23 +56,28 @@ def on_axis(line: OpLine, axis: int, name: str, following: OpLine | None = None)
             break
     if name == "data" and text in ("split along dim 0", "rows split along dim 0"):
         text = "batch split"
-    if outputs and outputs[0] == P and P not in inputs:
+    if text in SUMMED:
         text += _what_follows(axis, following)
     return text
 
 
-def _what_follows(axis: int, following: OpLine | None) -> str:
-    """Which collective the next op in line asks for. Only said where that op leaves no doubt."""
-    if following is None:
-        return ""
-    kinds = {t.kind for t in following.on_axis(axis)[0]}
-    if kinds == {"I"}:
-        return ", then all-reduce"
-    if kinds == {"R"}:
-        return ", then all-reduce (both ways)"
-    if kinds == {"S"}:
-        return ", then reduce-scatter"
-    return ", kept pending by the next op" if kinds == {"P"} else ""
+def _what_follows(axis: int, following: Sequence[OpLine]) -> str:
+    """Which collective sums a pending output, read from the op that takes it. A plan has no wiring, so this is said only where the next
+    op in line (past views that keep the sum pending) is of a kind that takes what was just made."""
+    for line in following:
+        inputs, _ = line.on_axis(axis)
+        if inputs == (P,):
+            continue
+        kinds = {t.kind for t in inputs}
+        if line.name not in TAKES_THE_LAST or len(kinds) != 1:
+            return ""
+        return WAYS_TO_SUM.get(kinds.pop(), "")
+    return ""
+
+
+SUMMED = ("row-parallel: pending sum", "contraction split: pending sum", "vocabulary split: pending sum")
+TAKES_THE_LAST = {"add", "layer_norm", "rms_norm", "view", "reshape", "transpose", "to", "clone", "relu", "gelu", "silu"}
+WAYS_TO_SUM = {"I": ", then all-reduce", "R": ", then all-reduce (both ways)", "S": ", then reduce-scatter", "P": ", kept pending by the next op"}
 
 
 # ---------------------------------------------------------------- readers

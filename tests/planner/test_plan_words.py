@@ -78,7 +78,8 @@ def test_words_on_the_data_axis() -> None:
         ("aten.add.Tensor: R | R -> R", ", then all-reduce (both ways)"),
         ("aten.add.Tensor: S(1) | S(1) -> S(1)", ", then reduce-scatter"),
         ("aten.add.Tensor: P | P -> P", ", kept pending by the next op"),
-        ("aten.mul.Tensor: P | R -> P", ""),
+        ("aten.add.Tensor: P | R -> P", ""),
+        ("shard.valid_count.default: S(0) -> P", ""),
     ],
 )
 def test_what_follows_a_pending_sum(following: str, collective: str) -> None:
