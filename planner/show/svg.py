@@ -15,7 +15,7 @@ PALETTE = {
     "gather": "#d0a92b",
     "gradient sync": "#c94f7c",
     "communication": "#e2793b",
-    "bubble": "#b9c0cc",
+    "bubble": "#8f99aa",
     "optimizer": "#8d6bd1",
     "parameters": "#3f7de0",
     "gradients": "#e2793b",
