@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from planner.errors import PlanError, WorkerError
 from planner.mesh import DATA, PIPE, TENSOR, Mesh
 from runtime.collectives import Group
+from runtime.compat import all_gather_single, reduce_scatter_single
 
 RANKED = (PIPE, DATA, TENSOR)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -61,7 +62,7 @@ class ProcessAxis:
             raise WorkerError(f"all_gather over {self.name}: own part is {x.shape[dim]} long along dim {dim}, expected {sizes[self.rank]}")
         mine = _padded(_real(x.detach()).movedim(dim, 0), max(sizes))
         whole = mine.new_empty(self.size * max(sizes), *mine.shape[1:])
-        dist.all_gather_into_tensor(whole, mine, group=self.group)
+        all_gather_single(whole, mine, group=self.group)
         if len(set(sizes)) > 1:
             whole = torch.cat([part[:n] for part, n in zip(whole.split(max(sizes)), sizes)])
         return _as(whole.movedim(0, dim).contiguous(), x)
@@ -71,7 +72,7 @@ class ProcessAxis:
         whole = _real(x.detach()).movedim(dim, 0)
         parts = torch.cat([_padded(part, max(sizes)) for part in whole.split(list(sizes))])
         mine = parts.new_empty(max(sizes), *parts.shape[1:])
-        dist.reduce_scatter_tensor(mine, parts, group=self.group)
+        reduce_scatter_single(mine, parts, group=self.group)
         return _as(mine[: sizes[self.rank]].movedim(0, dim).contiguous(), x)
 
     @_named
@@ -172,17 +173,18 @@ def _group(ranks: Sequence[int] | range, timeout_s: float) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
 
 
-def join_world(world_size: int, timeout_s: float, device: torch.device) -> None:
-    """Check the number of processes, before any collective; start the process group where torchrun's environment asks for one.
-
-    Raises PlanError, on every rank, where the plan was made for another number of processes.
-    """
+def check_world(world_size: int) -> None:
+    """Raises PlanError, on every rank and before any collective, where the plan was made for another number of processes."""
     running = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if running != world_size:
         raise PlanError(
             f"the plan was made for {world_size} process{'es' * (world_size != 1)}, {running} {'are' if running != 1 else 'is'} running: "
             f"start it with `torchrun --nproc-per-node={world_size} ...` or runtime.launch, or plan again with gpus={running}"
         )
+
+
+def start_world(world_size: int, timeout_s: float, device: torch.device) -> None:
+    """Start the process group that torchrun's environment describes, where none is up yet."""
     if not dist.is_initialized() and world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from planner.errors import PlanError, WorkerError
 from planner.mesh import Mesh
 from runtime.collectives import convert, use
-from runtime.groups import connect, join_world
+from runtime.groups import check_world, connect
 from runtime.launch import run_processes
 
 CPU = torch.device("cpu")
@@ -84,4 +84,4 @@ def test_a_wait_ends_and_names_the_collective() -> None:
 def test_the_wrong_number_of_processes_is_named_before_any_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(PlanError, match="made for 4 processes, 2 are running"):
-        join_world(4, 10.0, CPU)
+        check_world(4)
