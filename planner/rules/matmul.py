@@ -24,12 +24,12 @@ def linear(call: Call) -> Rule:
     return make_rule(f"{b} k, n k -> {b} n", call, linear=({0, 1},), **PRODUCT)
 
 
-@rule("aten.mm.default", "aten.mm.dtype")
+@rule("aten.mm.default")
 def mm(call: Call) -> Rule:
     return make_rule("m k, k n -> m n", call, linear=({0, 1},), **PRODUCT)
 
 
-@rule("aten.bmm.default", "aten.bmm.dtype")
+@rule("aten.bmm.default")
 def bmm(call: Call) -> Rule:
     return make_rule("b m k, b k n -> b m n", call, linear=({0, 1},), **PRODUCT)
 
@@ -71,12 +71,12 @@ def added(call: Call, text: str) -> Rule:
     return make_rule(f"{dims}, {left} -> {right}", call, linear=({1, 2}, {0}), kind="matmul", flops_per_point=2.0, saves=("in1", "in2"))
 
 
-@rule("aten.addmm.default", "aten.addmm.dtype")
+@rule("aten.addmm.default")
 def addmm(call: Call) -> Rule:
     return added(call, "m k, k n -> m n")
 
 
-@rule("aten.baddbmm.default", "aten.baddbmm.dtype")
+@rule("aten.baddbmm.default")
 def baddbmm(call: Call) -> Rule:
     return added(call, "b m k, b k n -> b m n")
 

@@ -167,13 +167,13 @@ def compared(call: Call) -> Rule:
 
 @rule("aten.cross.default", "aten.linalg_cross.default")
 def cross(call: Call) -> Rule:
-    n = len(call.out)
-    dim = call.arg(2, "dim", None if call.node.op == "aten.cross.default" else -1)
-    dim = call.out.index(3) if dim is None else dim_of(dim, n)
-    return dims_rule(
-        call, [aligned(spec.shape, call.out) for spec in call.specs], [numbered(call.out)], linear=({0, 1},), whole={f"d{dim}"},
-        flops_per_point=3.0, saves=("in0", "in1"),
-    )  # fmt: skip
+    """Without a dim, ``aten.cross`` takes the first of size 3: dims before it stay whole, lest a part of one becomes 3 long."""
+    out = numbered(call.out)
+    found = call.arg(2, "dim", None if call.node.op == "aten.cross.default" else -1)
+    dim = call.out.index(3) if found is None else dim_of(found, len(out))
+    whole = {dims[0] for i, dims in enumerate(out) if dims and (i == dim or (found is None and i < dim))}
+    inputs = [aligned(spec.shape, call.out) for spec in call.specs]
+    return dims_rule(call, inputs, [out], linear=({0, 1},), whole=whole, flops_per_point=3.0, saves=("in0", "in1"))
 
 
 @rule("aten._weight_norm.default")
