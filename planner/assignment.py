@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from planner.blocks import Segment, segments
-
 import planner.rules  # noqa: F401 - registers every rule
+from planner.blocks import Segment, segments
 from planner.errors import PlanError
 from planner.graph import INPUT, PARAMETER, Graph, Node
+from planner.grouping import groupings
 from planner.mesh import DATA, MICRO, Mesh
 from planner.oplines import OpLine
 from planner.plan import ParameterPlan, Plan, SegmentPlan
@@ -46,11 +46,14 @@ def axis_strategies(graph: Graph, node: Node, rule: Rule | None, ranks: int) -> 
     grad_in = [graph.has_grad(v) for v in node.inputs]
     if rule is None:
         return (replicated(len(grad_in), grad_in, node.grad),)
-    return one_axis(rule, grad_in, node.grad, ranks)
+    return one_axis(rule, grad_in, node.grad, ranks, groupings(graph).get(node.name))
 
 
 def assign(plan: Plan, graph: Graph) -> Assignment:
-    """Lay ``plan`` over ``graph`` (for inference: ``graph.without_gradients()``). Raises PlanError where they do not belong together, naming both sides."""
+    """Lay ``plan`` over ``graph`` (for inference: ``graph.without_gradients()``).
+
+    Raises PlanError where they do not belong together, naming both sides.
+    """
     mesh = plan.mesh.mesh()
     parts = segments(graph)
     by_segment: dict[int, SegmentPlan] = {i: part for part in plan.segments for i in part.segments}

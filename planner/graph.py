@@ -166,6 +166,13 @@ class Graph:
     frozen: frozenset[str] = frozenset()
     """Names of parameters that do not require a gradient."""
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.nodes, self.outputs, self.loss, self.mutations))
+
     @functools.cached_property
     def by_name(self) -> dict[str, Node]:
         return {node.name: node for node in self.nodes}

@@ -75,6 +75,8 @@ class Rule:
     """The op is a sum of terms, each multilinear in these inputs. () for a non-linear op."""
     sums: bool = True
     """A factor missing from the outputs was summed over; False where it was reduced otherwise (max) and so must stay whole."""
+    exclusive: tuple[frozenset[str], ...] = ()
+    """Sets of factors of which only one may be split, over all axes: two views of one dim whose parts would not line up."""
     makes: frozenset[str] = frozenset()
     """Factors of outputs that no input has and that a rank can still make its own part of (an expanded dim, zeros): an argument tells
     the op how much to make, see ``local_args``."""
@@ -202,12 +204,18 @@ def names(prefix: str, count: int) -> str:
 # ---------------------------------------------------------------- strategies over one axis
 
 
-def one_axis(rule_: Rule, grad_in: Sequence[bool], grad_out: Sequence[bool], ranks: int) -> tuple[Strategy, ...]:
+Groups = Mapping[str, Sequence[int]]
+"""Factor -> in how many groups it may be split besides contiguously: see ``planner.grouping``."""
+
+
+def one_axis(
+    rule_: Rule, grad_in: Sequence[bool], grad_out: Sequence[bool], ranks: int, groups: Groups | None = None
+) -> tuple[Strategy, ...]:
     """Every legal strategy over one axis of ``ranks``; tensors without gradient are written R where they could be I."""
     found: dict[tuple[tuple[Type, ...], tuple[Type, ...]], Strategy] = {}
     candidates = itertools.chain(
         [_uniform(rule_, I), _uniform(rule_, R)],
-        _split_strategies(rule_, ranks),
+        _split_strategies(rule_, ranks, groups or {}),
         _pending_strategies(rule_),
         (extra for extra in rule_.extra if _extra_splits(rule_, extra, ranks)),
     )
@@ -234,43 +242,50 @@ def _uniform(rule_: Rule, type_: Type) -> Strategy:
     return Strategy((type_,) * len(rule_.inputs), (type_,) * len(rule_.outputs))
 
 
-def _split_strategies(rule_: Rule, ranks: int) -> Iterator[Strategy]:
+def _split_strategies(rule_: Rule, ranks: int, groups: Groups) -> Iterator[Strategy]:
     for factor, size in rule_.sizes:
         if factor in rule_.whole or not splits_whole(size, ranks):
             continue
-        placed = [_place(dims, factor, rule_.size, ranks) for dims in rule_.inputs + rule_.outputs]
-        if any(p is _CANNOT for p in placed):
-            continue
-        inputs, outputs = placed[: len(rule_.inputs)], placed[len(rule_.inputs) :]
-        reduced = [p is None for p in outputs]
-        if any(reduced) and not rule_.sums:
-            continue
-        if any(reduced) and not all(reduced) and rule_.linear:
-            continue
-        if all(p is None for p in inputs) and factor not in rule_.makes:
-            # nothing says which part a rank should make: only ops that read a factor can split it
-            continue
-        types: list[Type] = [p or R for p in inputs]
-        if all(reduced) and rule_.outputs:
-            for term in rule_.linear:
-                if all(inputs[i] is None for i in term):
-                    types[min(term)] = P
-        yield Strategy(tuple(types), tuple(p or P for p in outputs), factor=factor)
+        for count in (None, *groups.get(factor, ())):
+            placed = [_place(dims, factor, rule_.size, ranks, count) for dims in rule_.inputs + rule_.outputs]
+            if not any(p is _CANNOT for p in placed):
+                yield from _split(rule_, factor, placed)
+
+
+def _split(rule_: Rule, factor: str, placed: Sequence[Type | None]) -> Iterator[Strategy]:
+    """The strategy that splits a factor, given where each tensor has it; none where the op's kind does not allow it."""
+    inputs, outputs = placed[: len(rule_.inputs)], placed[len(rule_.inputs) :]
+    reduced = [p is None for p in outputs]
+    if any(reduced) and (not rule_.sums or (rule_.linear and not all(reduced))):
+        return
+    if all(p is None for p in inputs) and factor not in rule_.makes:
+        # nothing says which part a rank should make: only ops that read a factor can split it
+        return
+    types: list[Type] = [p or R for p in inputs]
+    if all(reduced) and rule_.outputs:
+        for term in rule_.linear:
+            if all(inputs[i] is None for i in term):
+                types[min(term)] = P
+    yield Strategy(tuple(types), tuple(p or P for p in outputs), factor=factor)
 
 
 _CANNOT = Type("cannot")
 
 
-def _place(dims: Dims, factor: str, sizes: dict[str, int], ranks: int) -> Type | None:
-    """S(d) where the factor sits in a dim, None where it is absent, _CANNOT where splitting it would tear a dim apart."""
+def _place(dims: Dims, factor: str, sizes: dict[str, int], ranks: int, groups: int | None) -> Type | None:
+    """S(d) where the factor sits in a dim, None where it is absent, _CANNOT where splitting it would tear a dim apart.
+
+    ``groups``: None for contiguous parts; else the factor is split inside each of so many groups, and where it stands behind other
+    factors of its dim, inside each of theirs too.
+    """
     for position, dim in enumerate(dims):
         if factor not in dim:
             continue
-        leading = dim[: dim.index(factor)]
+        before = math.prod(sizes[f] for f in dim[: dim.index(factor)])
         rest = math.prod(sizes[f] for f in dim) // sizes[factor]
-        if any(sizes[f] > 1 for f in leading) or (rest > 1 and sizes[factor] % ranks):
-            return _CANNOT
-        return S(position)
+        if groups is None:
+            return _CANNOT if before > 1 or (rest > 1 and sizes[factor] % ranks) else S(position)
+        return _CANNOT if sizes[factor] % (groups * ranks) else S(position, before * groups)
     return None
 
 
@@ -345,8 +360,8 @@ def parse_mesh_strategy(text: str) -> tuple[tuple[Sharding, ...], tuple[Sharding
 def over_mesh(rule_: Rule | None, per_axis: Sequence[Sequence[Strategy]], sizes: Sequence[int]) -> list[MeshStrategy]:
     """The legal products of one strategy per axis.
 
-    Left out: products that mix two different kernels, and those that split one factor over several axes unevenly (the parts of
-    parts would not line up).
+    Left out: products that mix two different kernels, those that split one factor over several axes unevenly, and those that split
+    exclusive factors (the parts of parts would not line up).
     """
     products = []
     for combination in itertools.product(*per_axis):
@@ -358,13 +373,24 @@ def over_mesh(rule_: Rule | None, per_axis: Sequence[Sequence[Strategy]], sizes:
 
 
 def _nest(rule_: Rule, combination: Sequence[Strategy], sizes: Sequence[int]) -> bool:
+    shardings = itertools.chain(zip(*(s.inputs for s in combination)), zip(*(s.outputs for s in combination)))
+    if any(_grouped_twice(sharding) for sharding in shardings):
+        return False
     factors = [s.factor for s in combination if s.factor]
+    if any(len(together & set(factors)) > 1 for together in rule_.exclusive):
+        return False
     for factor in set(factors):
         if factors.count(factor) > 1:
             ranks = math.prod(n for s, n in zip(combination, sizes) if s.factor == factor)
             if rule_.size[factor] % ranks:
                 return False
     return True
+
+
+def _grouped_twice(sharding: Sharding) -> bool:
+    """True where several axes split one dim and one of them does so in groups: such parts do not nest."""
+    splits = [t for t in sharding if t.is_split]
+    return any(t.groups > 1 and sum(o.dim == t.dim for o in splits) > 1 for t in splits)
 
 
 def local_factors(
