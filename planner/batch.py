@@ -8,7 +8,7 @@ compared to find it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import planner.rules  # noqa: F401 - registers every rule
@@ -44,9 +44,13 @@ class _Set:
     inputs: list[tuple[str, int]] = field(default_factory=list)
     size: int = 0
     whole: int = 0
-    """How many ops need it whole, with no kernel of their own for a split one."""
+    """How many ops that carry gradient need it whole, with no kernel of their own for a split one."""
     kernels: int = 0
     """How many need a kernel to split it."""
+    idle: int = 0
+    """How many ops without gradient (the building of masks) need it whole."""
+    carries: bool = False
+    """True if values that carry gradient have it."""
     feature: bool = False
 
 
@@ -56,8 +60,8 @@ class _Dims:
 
     graph: Graph
     joined: UnionFind = field(default_factory=UnionFind)
-    whole: list[tuple[Element, bool]] = field(default_factory=list)
-    """Elements that an op needs whole; True where it has a kernel for a split one."""
+    whole: list[tuple[Element, str]] = field(default_factory=list)
+    """Elements that an op needs whole, and how it counts: "whole", "kernels" or "idle"."""
     onward: dict[Element, list[Element]] = field(default_factory=dict)
     """Input element of an op -> output elements of the same factor, for ops that carry no gradient."""
     stopped: set[Element] = field(default_factory=set)
@@ -82,7 +86,8 @@ class _Dims:
             has_kernel = any(extra.factor == factor for extra in rule.extra)
             torn = any(_torn(dims, factor, rule.size) for dims in (*rule.inputs, *rule.outputs))
             if factor in rule.whole or torn or not (rule.sums or outs):
-                self.whole.extend((element, has_kernel) for element in (ins or outs)[:1])
+                counts = "kernels" if has_kernel else "whole" if any(node.grad) else "idle"
+                self.whole.extend((element, counts) for element in ins[:1])
                 self.stopped.update(ins if not has_kernel else ())
             elif not any(node.grad):
                 for element in ins:
@@ -98,10 +103,14 @@ class _Dims:
                     if node.op == INPUT and size > 1:
                         entry.inputs.append((node.target, dim))
                         entry.size = size
-        for element, has_kernel in self.whole:
+        for element, counts in self.whole:
             entry = found.get(self.joined.find(element), _Set())
-            entry.kernels += has_kernel
-            entry.whole += not has_kernel
+            setattr(entry, counts, getattr(entry, counts) + 1)
+        for node in self.graph.nodes:
+            for i, spec in enumerate(node.outputs):
+                if node.grad[i]:
+                    for dim in range(len(spec.shape)):
+                        found.get(self.joined.find((Value(node.name, i), dim)), _Set()).carries = True
         return found
 
     def blocked(self, start: Element) -> bool:
@@ -118,8 +127,10 @@ class _Dims:
         return False
 
 
-def _leading(values: object, dims: tuple[Dims, ...], factor: str, sizes: Mapping[str, int], skip: frozenset[int] = frozenset()) -> Iterator[Element]:
-    for position, (value, own) in enumerate(zip(values, dims)):  # type: ignore[call-overload]
+def _leading(
+    values: Sequence[Value], dims: tuple[Dims, ...], factor: str, sizes: Mapping[str, int], skip: frozenset[int] = frozenset()
+) -> Iterator[Element]:
+    for position, (value, own) in enumerate(zip(values, dims)):
         for place, dim in enumerate(own):
             real = [f for f in dim if sizes[f] > 1]
             if position not in skip and real and real[0] == factor:
@@ -155,7 +166,7 @@ def _found(graph: Graph) -> dict[str, int]:
     candidates = [entry for entry in dims.sets().values() if entry.inputs and not entry.feature]
     if not candidates:
         return {}
-    best = min(candidates, key=lambda s: (s.whole, min(dim for _, dim in s.inputs), s.kernels, -len(s.inputs)))
+    best = min(candidates, key=lambda s: (not s.carries, s.whole, min(dim for _, dim in s.inputs), s.kernels + s.idle, -len(s.inputs)))
     # inputs that meet in the loss only (two towers) form sets of their own: as clean as the best, along the first dim, of the same size
     batch = [best] + [
         s for s in candidates if s is not best and s.whole <= best.whole and s.size == best.size and all(dim == 0 for _, dim in s.inputs)

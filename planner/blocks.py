@@ -36,7 +36,8 @@ def segments(graph: Graph) -> tuple[Segment, ...]:
     kept: dict[str, Any] = graph.__dict__  # beside the graph's cached properties: a graph does not change
     if "_segments" not in kept:
         kept["_segments"] = tuple(_Cutter(graph).segments())
-    return kept["_segments"]  # type: ignore[no-any-return]
+    found: tuple[Segment, ...] = kept["_segments"]
+    return found
 
 
 def classes(parts: Sequence[Segment]) -> dict[int, list[Segment]]:
@@ -51,9 +52,7 @@ class _Cutter:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.body = tuple(node for node in graph.nodes if not node.is_source)
-        self.first_user = {
-            value: users[0][0].name for value, users in graph.users.items() if graph.by_name[value.node].is_source
-        }
+        self.first_user = {value: users[0][0].name for value, users in graph.users.items() if graph.by_name[value.node].is_source}
         self.readers = {value: len({user.name for user, _ in users}) for value, users in graph.users.items()}
 
     def segments(self) -> list[Segment]:

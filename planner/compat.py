@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-# torch._subclasses.fake_tensor.FakeTensorMode: tried on torch 2.11, 2.12 and 2.13. Without it, models on the meta device are traced on meta.
+# torch._subclasses.fake_tensor.FakeTensorMode: tried on torch 2.13.
+# Without it, models on the meta device are traced on meta.
 try:
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 except ImportError:  # pragma: no cover

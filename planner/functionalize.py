@@ -12,12 +12,12 @@ What a parameter or buffer holds at the end, where it differs from what it held 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from planner.errors import CaptureError
 from planner.graph import BUFFER, PARAMETER, Arg, Node, Spec, Symbol, Value, map_values
-from planner.torch_ops import has_overload, infer, written_arguments
+from planner.torch_ops import has_overload, infer, without_out, written_arguments
+from planner.view_inverses import INVERSES
 
 
 @dataclass
@@ -152,6 +152,9 @@ class _Pass:
 
     def _write(self, node: Node) -> None:
         places = written_arguments(node.op)
+        if len(places) == 1 and places[0][1] == "out":
+            self._write_out(node)
+            return
         if len(places) > 1 or places[0][0] != 0:
             raise self._error(node, f"{node.op} writes to its argument {places[-1][1]!r}; use the form that returns a new tensor")
         target = self._canonical(node.args[0])
@@ -159,6 +162,20 @@ class _Pass:
         for i in range(len(node.outputs)):
             self.same[Value(node.name, i)] = target
         self._store(target, new, node)
+
+    def _write_out(self, node: Node) -> None:
+        """``torch.div(a, b, out=c)``: the same op without ``out``, then a write to c."""
+        given = dict(node.kwargs)
+        target = self._canonical(given.pop("out"))
+        op = without_out(node.op)
+        if op is None:
+            raise self._error(node, f"{node.op} has no form that returns a new tensor")
+        spec = self.spec(self.read(target, node))
+        args = map_values(node.args, lambda v: self.read(v, node))
+        kwargs = {k: map_values(a, lambda v: self.read(v, node)) for k, a in given.items()}
+        new = Value(self.emit(op, args, kwargs, node))
+        self.same[Value(node.name)] = target
+        self._store(target, self._fit(new, spec, node), node)
 
     def _functional(self, node: Node, target: Value) -> Value:
         """The functional form of an in-place op, with the dtype and shape that its target keeps."""
@@ -277,64 +294,3 @@ def _is_view_op(node: Node) -> bool:
 
 IDENTITIES = {"alias", "lift_fresh", "contiguous", "to", "_to_copy", "dropout", "clone", "type_as", "resolve_conj", "resolve_neg"}
 """Ops that, where they share memory with their input, are the input. (An op that shares no memory has no parent at all.)"""
-
-Inverse = Callable[[Node, int, tuple[int, ...]], tuple[str, tuple[Arg, ...]]]
-
-
-def _reshape(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    return "aten.reshape.default", (shape,)
-
-
-def _same(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    return node.op, tuple(node.args[1:])
-
-
-def _complex(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    return "aten.view_as_complex.default", ()
-
-
-def _real(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    return "aten.view_as_real.default", ()
-
-
-def _permute(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    dims = [dim % len(shape) for dim in node.args[1]]
-    return "aten.permute.default", (tuple(dims.index(i) for i in range(len(dims))),)
-
-
-def _slice(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    given = [node.arg(i + 1, name, default) for i, (name, default) in enumerate((("dim", 0), ("start", None), ("end", None), ("step", 1)))]
-    return "aten.slice_scatter.default", tuple(given)
-
-
-def _narrow(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    dim, start, length = node.args[1:4]
-    return "aten.slice_scatter.default", (dim, start, start + length)
-
-
-def _split(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    dim = node.arg(2, "dim", 0) % len(shape)
-    start = sum(spec.shape[dim] for spec in node.outputs[:index])
-    return "aten.slice_scatter.default", (dim, start, start + node.outputs[index].shape[dim])
-
-
-def _select(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    return "aten.select_scatter.default", tuple(node.args[1:3])
-
-
-def _unbind(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    return "aten.select_scatter.default", (node.arg(1, "dim", 0), index)
-
-
-def _diagonal(node: Node, index: int, shape: tuple[int, ...]) -> tuple[str, tuple[Arg, ...]]:
-    return "aten.diagonal_scatter.default", tuple(node.args[1:])
-
-
-INVERSES: dict[str, Inverse] = {
-    "view": _reshape, "reshape": _reshape, "_unsafe_view": _reshape, "flatten": _reshape, "unflatten": _reshape,
-    "squeeze": _reshape, "unsqueeze": _reshape, "view_as": _reshape, "reshape_as": _reshape, "ravel": _reshape,
-    "transpose": _same, "t": _same, "numpy_T": _same, "mT": _same, "swapaxes": _same, "swapdims": _same, "permute": _permute,
-    "slice": _slice, "narrow": _narrow, "split": _split, "split_with_sizes": _split, "chunk": _split, "tensor_split": _split,
-    "detach": _same, "view_as_real": _complex, "view_as_complex": _real,
-    "select": _select, "unbind": _unbind, "diagonal": _diagonal,
-}  # fmt: skip

@@ -72,8 +72,8 @@ def _describe(item: Any, name: str, found: dict[str, torch.Tensor]) -> dict[str,
             raise InputError(f"input {name!r}: a dict with keys that are no strings: {list(item)[:3]}")
         return {"dict": {key: _describe(value, f"{name}_{key}", found) for key, value in item.items()}}
     if isinstance(item, (list, tuple)):
-        kind = "list" if isinstance(item, list) else "tuple"
-        return {kind: [_describe(value, f"{name}_{i}", found) for i, value in enumerate(item)]}
+        container = "list" if isinstance(item, list) else "tuple"
+        return {container: [_describe(value, f"{name}_{i}", found) for i, value in enumerate(item)]}
     raise InputError(
         f"input {name!r} is a {type(item).__module__}.{type(item).__qualname__}; inputs are tensors, numbers, strings, None, "
         f"and lists, tuples or dicts of these"
@@ -104,7 +104,9 @@ def inputs_from_spec(in_spec: Mapping[str, Any], device: str = "meta") -> Inputs
     return build(in_spec, lambda leaf: torch.empty(leaf["shape"], dtype=dtype_of(leaf["dtype"]), device=device))
 
 
-def bind(in_spec: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+def bind(
+    in_spec: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Module | None = None
+) -> dict[str, torch.Tensor]:
     """Name -> tensor of a call. Keyword arguments come in any order; with ``model``, an argument planned by position may come by
     keyword and the other way round.
 
@@ -119,7 +121,9 @@ def bind(in_spec: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str,
     if unknown := sorted(set(kwargs) - set(in_spec["kwargs"])):
         unexpected = [key for key in unknown if kwargs[key] is not None]
         if unexpected:
-            raise PlanError(f"inputs {unexpected} are not in the plan, which was made for {sorted(in_spec['kwargs'])}; plan again with them")
+            raise PlanError(
+                f"inputs {unexpected} are not in the plan, which was made for {sorted(in_spec['kwargs'])}; plan again with them"
+            )
     for key, spec in in_spec["kwargs"].items():
         if key not in kwargs and "value" not in spec:
             raise PlanError(f"input {key!r} is missing; the plan was made for {sorted(in_spec['kwargs'])}")
@@ -159,8 +163,8 @@ def _bind(item: Any, spec: Mapping[str, Any], name: str, found: dict[str, torch.
     inner = spec[kind]
     if kind == "dict":
         if not isinstance(item, Mapping) or set(item) != set(inner):
-            have = sorted(item) if isinstance(item, Mapping) else type(item).__name__
-            raise PlanError(f"input {name!r} is {have}, the plan was made for a dict with keys {sorted(inner)}")
+            keys = sorted(item) if isinstance(item, Mapping) else type(item).__name__
+            raise PlanError(f"input {name!r} is {keys}, the plan was made for a dict with keys {sorted(inner)}")
         for key, value in inner.items():
             _bind(item[key], value, f"{name}.{key}", found)
         return
@@ -188,12 +192,11 @@ def example_inputs_of(model: nn.Module, gpus: int) -> Inputs:
         found = find(model, batch)
         if found is not None:
             return found
-    call = ", ".join(_required(model)) or "..."
+    names = _required(model)
+    shown = "dict(" + ", ".join(f"{name}=tensor" for name in names) + ")" if names else "(args, kwargs)"
     raise InputError(
-        f"{type(model).__name__}: example inputs cannot be told from the model. Pass one global batch: "
-        f"auto_parallelize(model, gpus={gpus}, example_inputs=dict({call.replace(', ', '=tensor, ')}=tensor))"
-        if call != "..."
-        else f"{type(model).__name__}: example inputs cannot be told from the model; pass example_inputs=(args, kwargs), one global batch"
+        f"{type(model).__name__}: example inputs cannot be told from the model; pass one global batch (real or meta tensors): "
+        f"auto_parallelize(model, gpus={gpus}, example_inputs={shown})"
     )
 
 
@@ -261,7 +264,15 @@ def _image_size(config: Any) -> tuple[int, int]:
     return (int(size[0]), int(size[1])) if isinstance(size, (tuple, list)) else (int(size), int(size))
 
 
-_TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification", "ForPreTraining", "ForCTC")
+_TOKEN_LABELS = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForConditionalGeneration",
+    "ForTokenClassification",
+    "ForPreTraining",
+    "ForCTC",
+)
 _CLASS_LABELS = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 
 

@@ -76,3 +76,13 @@ def written_arguments(op: str) -> tuple[tuple[int, str], ...]:
         return ()
     schema = overload(op)._schema
     return tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def without_out(op: str) -> str | None:
+    """The overload that takes the same arguments but ``out``: ``aten.div.out`` -> ``aten.div.Tensor``."""
+    packet = overload(op.rpartition(".")[0])
+    wanted = [(a.name, str(a.type)) for a in overload(op)._schema.arguments if a.name != "out"]
+    for name in packet.overloads():
+        if [(a.name, str(a.type)) for a in getattr(packet, name)._schema.arguments] == wanted:
+            return f"{op.rpartition('.')[0]}.{name}"
+    return None

@@ -10,9 +10,10 @@ Nothing is computed and, for a model on the meta device, nothing is allocated.
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +27,14 @@ from planner.batch import infer_batch_dims
 from planner.compat import fake_cpu
 from planner.errors import CaptureError, InputError
 from planner.functionalize import functionalize
-from planner.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Arg, Graph, Node, Spec, Value
+from planner.graph import CONSTANT, INPUT, PARAMETER, Arg, Graph, Node, Spec, Value
 from planner.inputs import build, describe, normalise
 from planner.opaque import hide
 from planner.outputs import encode, find_loss, map_outputs, output_values
 from planner.torch_ops import spec_of
-from planner.trace_read import ROOT, Reader, is_library, short
+from planner.trace_context import moved, quiet, watch_functions, without_cache
+from planner.trace_read import ROOT, Raw, Reader, is_library, short
+from planner.trace_sources import Sources, model_sources, placeholders_of
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -66,19 +69,41 @@ def capture(
     """
     args, kwargs = normalise(example_inputs)
     in_spec, tensors = describe(model, args, kwargs)
-    sources = _model_sources(model)
+    sources = model_sources(model)
     inputs = [Node(f"x.{name}", INPUT, outputs=(spec_of(t),), grad=(False,), target=name) for name, t in tensors.items()]
-    with hide(model, opaque), _without_cache(model):
-        program, root = _export(model, in_spec, tensors, loss)
-    constants, placeholders, extra = _placeholders(program, sources, inputs)
+    with hide(model, opaque), without_cache(model):
+        program, found = _export(model, in_spec, tensors, loss)
+    constants, placeholders, extra = placeholders_of(program, sources, inputs)
     raw = Reader([*sources.nodes, *inputs, *extra], placeholders).read(program.graph_module)
-    return _finish(raw, root.found, sources, constants, in_spec, batch_dims)
+    _split_mutations(raw, program, found)
+    return _finish(raw, found, sources, constants, in_spec, batch_dims)
+
+
+def _split_mutations(raw: Raw, program: Any, found: _Found) -> None:
+    """A decomposed program returns what it writes to before its outputs: move that to the end, where ``_Found.mutated`` looks."""
+    written = [s for s in program.graph_signature.output_specs if s.kind.name.endswith("MUTATION")]
+    values, raw.outputs = raw.outputs[: len(written)], raw.outputs[len(written) :]
+    for spec, value in zip(written, values):
+        if spec.kind.name != "USER_INPUT_MUTATION":
+            found.mutated[(spec.target or "").removeprefix(ROOT + ".")] = len(raw.outputs)
+            raw.outputs.append(value)
+
+
+def _lower_transforms(program: Any) -> Any:
+    """``torch.vmap`` and ``torch.func.grad`` leave their bookkeeping in the exported graph; decomposing once resolves it.
+
+    (Not done for all: decomposition fails on some common models, and names in-place writes in the signature instead of the graph.)
+    """
+    marks = ("_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "flat_apply")
+    if any(getattr(node.target, "__name__", "") in marks for node in program.graph.nodes):
+        return program.run_decompositions({})
+    return program
 
 
 def _finish(
-    raw: Any,
+    raw: Raw,
     found: _Found,
-    sources: _Sources,
+    sources: Sources,
     constants: dict[str, torch.Tensor],
     in_spec: Any,
     batch_dims: Mapping[str, int | None] | None,
@@ -115,64 +140,6 @@ def _finish(
     used = {node.target: constants[node.target] for node in graph.of(CONSTANT)}
     parameters = {node.target: node.outputs[0] for node in graph.of(PARAMETER)}
     return Captured(graph, used, found.types, parameters)
-
-
-# ---------------------------------------------------------------- sources
-
-
-@dataclass
-class _Sources:
-    """The parameters and buffers of a model, one node per tensor, under their first name."""
-
-    nodes: list[Node] = field(default_factory=list)
-    by_name: dict[str, str] = field(default_factory=dict)
-    """Every name -> name of the node."""
-    aliases: dict[str, str] = field(default_factory=dict)
-
-    def canonical(self, name: str) -> str:
-        return self.aliases.get(name, name)
-
-
-def _model_sources(model: nn.Module) -> _Sources:
-    found = _Sources()
-    first: dict[int, Node] = {}
-    named = [(PARAMETER, n, p) for n, p in model.named_parameters(remove_duplicate=False)]
-    named += [(BUFFER, n, b) for n, b in model.named_buffers(remove_duplicate=False)]
-    for kind, name, tensor in named:
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-            raise CaptureError(f"parameter {name!r} has no shape yet; call the model once on real inputs to initialise its lazy modules")
-        if id(tensor) in first:
-            found.aliases[name] = first[id(tensor)].target
-        else:
-            trains = kind == PARAMETER and tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
-            first[id(tensor)] = Node(f"{kind}.{name}", kind, outputs=(spec_of(tensor),), grad=(trains,), target=name)
-            found.nodes.append(first[id(tensor)])
-        found.by_name[name] = first[id(tensor)].name
-    return found
-
-
-def _placeholders(program: Any, sources: _Sources, inputs: list[Node]) -> tuple[dict[str, torch.Tensor], dict[str, str], list[Node]]:
-    """(values of constants, placeholder -> source node, nodes of constants) from the signature of an exported program."""
-    constants: dict[str, torch.Tensor] = {}
-    table: dict[str, str] = {}
-    extra: list[Node] = []
-    remaining = iter(inputs)
-    for item in program.graph_signature.input_specs:
-        placeholder, target = item.arg.name, (item.target or "")
-        name = target.removeprefix(ROOT + ".")
-        if item.kind.name == "USER_INPUT":
-            table[placeholder] = next(remaining).name
-        elif target.startswith(ROOT + ".") and name in sources.by_name:
-            table[placeholder] = sources.by_name[name]
-        else:
-            value = program.constants[target] if target in program.constants else program.state_dict[target]
-            if isinstance(value, nn.Parameter) and value.requires_grad:
-                raise InputError(f"the loss has a trainable parameter {target!r}; make it a parameter of the model")
-            key = f"constant_{len(extra)}"
-            constants[key] = value.detach()
-            extra.append(Node(f"constant.{key}", CONSTANT, outputs=(spec_of(value),), grad=(False,), target=key))
-            table[placeholder] = extra[-1].name
-    return constants, table, extra
 
 
 # ---------------------------------------------------------------- export
@@ -224,22 +191,21 @@ class _Root(nn.Module):
         return flat
 
 
-def _export(model: nn.Module, in_spec: Any, tensors: Mapping[str, torch.Tensor], loss: Loss | None) -> tuple[Any, _Root]:
+def _export(model: nn.Module, in_spec: Any, tensors: Mapping[str, torch.Tensor], loss: Loss | None) -> tuple[Any, _Found]:
     functions: dict[type, str] = {}
     state = [*model.parameters(), *model.buffers()]
     with contextlib.ExitStack() as stack:
         if any(t.is_meta for t in state):
             device = stack.enter_context(fake_cpu())
-            stack.enter_context(_moved(model, device))
+            stack.enter_context(moved(model, device))
         else:
             device = state[0].device.type if state else "cpu"
         given = [_example(t, device) for t in tensors.values()]
-        stack.enter_context(_watch_functions(functions))
+        stack.enter_context(watch_functions(functions))
+        stack.enter_context(quiet())
         root = _Root(model, in_spec, loss)
-        training = model.training
-        root.train(training)
         try:
-            program = torch.export.export(root, (given,), strict=False)
+            program = _lower_transforms(_exported(root, given))
         except InputError:
             raise
         except Exception as error:
@@ -248,87 +214,26 @@ def _export(model: nn.Module, in_spec: Any, tensors: Mapping[str, torch.Tensor],
     if functions:
         cls, line = next(iter(functions.items()))
         raise CaptureError(
-            f"{line}: the custom autograd function {cls.__module__}.{cls.__qualname__} has a backward of its own, which capture would lose; "
+            f"{line}: the custom autograd function {cls.__module__}.{cls.__qualname__} has its own backward, which capture would lose; "
             f"write it with differentiable torch ops, register it with torch.library.custom_op and register_autograd, "
             f"or name the submodule that calls it: opaque=(path,)"
         )
-    return program, root
+    return program, root.found
+
+
+def _exported(root: nn.Module, given: list[torch.Tensor]) -> Any:
+    """Exports; what a failing export prints (the whole graph so far) is dropped, what the model prints is passed on."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        program = torch.export.export(root, (given,), strict=False)
+    sys.stdout.write(out.getvalue())
+    sys.stderr.write(err.getvalue())
+    return program
 
 
 def _example(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """A stand-in of the same shape. Values do not matter, and the caller's tensor is left alone."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-@contextlib.contextmanager
-def _moved(model: nn.Module, device: str) -> Iterator[None]:
-    """Parameters and buffers replaced by stand-ins on ``device`` (fake: no memory), ties kept."""
-    saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                saved.append((table, name, tensor))
-                if id(tensor) not in made:
-                    stand_in = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(stand_in, tensor.requires_grad) if is_parameter else stand_in
-                table[name] = made[id(tensor)]
-    try:
-        yield
-    finally:
-        for table, name, tensor in saved:
-            table[name] = tensor
-
-
-@contextlib.contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Hugging Face configs with ``use_cache`` switched off: key-value caches are for generation."""
-    changed: list[Any] = []
-    try:
-        for config in {id(c): c for c in _configs(model)}.values():
-            if getattr(config, "use_cache", False) is True:
-                config.use_cache = False
-                changed.append(config)
-        yield
-    finally:
-        for config in changed:
-            config.use_cache = True
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "to_dict"):
-            yield config
-            yield from (sub for sub in vars(config).values() if hasattr(sub, "to_dict") and hasattr(sub, "use_cache"))
-
-
-@contextlib.contextmanager
-def _watch_functions(found: dict[type, str]) -> Iterator[None]:
-    """Note every custom ``autograd.Function`` that differentiates something: export traces its forward and loses its backward."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        floats = any(isinstance(a, torch.Tensor) and (a.is_floating_point() or a.is_complex()) for a in args)
-        if floats and torch.is_grad_enabled() and not cls.__module__.split(".")[0] == "torch":
-            found.setdefault(cls, _calling_line())
-        return original.__func__(cls, *args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-def _calling_line() -> str:
-    frame = sys._getframe(2)
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else "the model"
 
 
 def _symbolic(root: _Root, given: list[torch.Tensor], first: Exception) -> Any:
@@ -341,7 +246,7 @@ def _symbolic(root: _Root, given: list[torch.Tensor], first: Exception) -> Any:
         inner = root.model
         traced = torch.fx.symbolic_trace(inner)
         root.model = traced
-        return torch.export.export(root, (given,), strict=False)
+        return _exported(root, given)
     except Exception:
         raise _export_error(root, first) from first
 

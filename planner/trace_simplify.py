@@ -56,9 +56,10 @@ class Simplifier:
             self.specs[Value(node.name, i)] = spec
         return Value(node.name)
 
-    def forward(self, node: Node, to: Value) -> None:
+    def forward(self, node: Node, to: Value) -> Value:
         """Users of the node read ``to`` instead."""
         self.env[Value(node.name)] = to
+        return to
 
     def emit(self, like: Node, op: str, args: tuple[Arg, ...], outputs: tuple[Spec, ...] | None = None) -> Value:
         outputs = outputs if outputs is not None else infer(op, args, {}, lambda v: self.specs[v])
@@ -166,11 +167,11 @@ def _to(s: Simplifier, like: Node, value: Value, dtype: str) -> Value:
 
 
 HANDLERS: dict[str, Handler] = {
-    **{name: _shaped for name in SHAPED},
-    **{name: _like for name in ("expand_as", "view_as", "reshape_as")},
-    **{name: _creation for name in CREATION},
-    **{name: _maybe_nothing for name in CAN_BE_NOTHING},
-    **{name: _cast for name in CASTS},
+    **dict.fromkeys(SHAPED, _shaped),
+    **dict.fromkeys(("expand_as", "view_as", "reshape_as"), _like),
+    **dict.fromkeys(CREATION, _creation),
+    **dict.fromkeys(CAN_BE_NOTHING, _maybe_nothing),
+    **dict.fromkeys(CASTS, _cast),
     "broadcast_tensors": _broadcast,
     "dropout": _dropout,
     "feature_dropout": _dropout,
