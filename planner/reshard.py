@@ -113,8 +113,11 @@ def steps(source: Sharding, target: Sharding, shape: tuple[int, ...], sizes: tup
     # 2. give up splits, innermost first
     for axis in reversed(order):
         if state[axis].is_split and state[axis] != wanted[axis]:
-            free(axis, wanted[axis])
-            change(axis, wanted[axis])
+            to = wanted[axis]
+            if to.is_split and not settled(axis, to.dim):
+                to = R
+            free(axis, to)
+            change(axis, to)
     # 3. everything else, outermost first
     for axis in order:
         if state[axis] != wanted[axis]:
