@@ -75,6 +75,8 @@ class ParallelModule(nn.Module):
     With pipeline stages, a rank has the parameters of its own stage only.
     """
 
+    _own: _Own
+
     def __init__(self, prepared: Prepared, model: nn.Module, batch: Batch, outputs: str, compile: bool) -> None:
         super().__init__()
         # plain attributes behind one object: nothing of it may show up among this module's own parameters and submodules
@@ -90,7 +92,7 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        return self._own.plan  # type: ignore[no-any-return, union-attr]
+        return self._own.plan
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward over all micro-batches and stages; gradients are added to ``.grad``. Returns the loss over the global
@@ -99,32 +101,32 @@ class ParallelModule(nn.Module):
         Raises PlanError where the inputs are not the planned ones; WorkerError naming rank, stage and what it was doing when a
         collective fails or a wait passes its limit.
         """
-        return self._own.step(self.training, args, kwargs)  # type: ignore[no-any-return, operator, union-attr]
+        return self._own.step(self.training, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs in the model's own structure, without gradient; tensors whole on every rank (or this rank's part)."""
-        return self._own.forward(self.training, args, kwargs)  # type: ignore[operator, union-attr]
+        return self._own.forward(self.training, args, kwargs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale gradients to a total norm, over all axes, of at most ``max_norm``; returns the norm before."""
         own = self._own
-        return clip_gradients(own.state.held.values(), own.ranks, max_norm, norm_type, error_if_nonfinite)  # type: ignore[union-attr, arg-type]
+        return clip_gradients(own.state.held.values(), own.ranks, max_norm, norm_type, error_if_nonfinite)
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """Name -> whole gradient (None where the plain model has none), on every rank; collective."""
-        return self._own.state.gather_gradients()  # type: ignore[no-any-return, operator, union-attr]
+        return self._own.state.gather_gradients()
 
     def gather_state_dict(self) -> dict[str, Tensor]:
         """The model's own ``state_dict()``, whole tensors on every rank; collective."""
-        return self._own.state.gather_state_dict()  # type: ignore[no-any-return, operator, union-attr]
+        return self._own.state.gather_state_dict()
 
     def save(self, directory: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint that any layout can load; the one before stays whole until the new one is. Collective."""
-        checkpoint.save(self._own.state, Path(directory), optimizer)  # type: ignore[union-attr, arg-type]
+        checkpoint.save(self._own.state, Path(directory), optimizer)
 
     def load(self, directory: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read a checkpoint of any layout. Raises CheckpointError where it is damaged or belongs to another model. Collective."""
-        checkpoint.load(self._own.state, Path(directory), optimizer)  # type: ignore[union-attr, arg-type]
+        checkpoint.load(self._own.state, Path(directory), optimizer)
 
 
 class _Own:
@@ -153,7 +155,7 @@ class _Own:
             runner = StageRunner(stage, self.ranks.device, self.plan.precision)
             if form != prepared.base:
                 share_buffers(stage, prepared.captured.constants, self.state)
-                runner.call = prepared.variants.install(stage, self.state.held)
+                runner.run_through(prepared.variants.install(stage, self.state.held))
             if self.compile:
                 for name in stage.segment_names:
                     stage.module.get_submodule(name).compile()

@@ -28,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runtime.errors import CheckpointError
 from planner.torch_ops import dtype_name, dtype_of
+from runtime.errors import CheckpointError
 from runtime.local_op import RANDOM
 from runtime.optimizer_state import OptimizerState, load_optimizer, optimizer_state
 from runtime.parts import Part, block, common, shifted, whole_part
@@ -112,7 +112,7 @@ def load(state: State, directory: Path, optimizer: torch.optim.Optimizer | None 
         for name, stored in state.stored.items():
             found.expect(f"model/{name}", stored.spec.shape, stored.spec.dtype)
         if optimizer is not None and found.manifest["optimizer"] is None:
-            raise CheckpointError(f"{directory} was saved without an optimizer; load it without one, or save with parallel.save(dir, optimizer)")
+            raise CheckpointError(f"{directory} was saved without an optimizer: load it without one, or use save(directory, optimizer)")
         found.verify(state.ranks.rank, state.ranks.mesh.world_size)
         return found
 
@@ -155,7 +155,8 @@ class Checkpoint:
         if entry is None:
             raise CheckpointError(f"{self.directory} has no {name!r}: it was saved from another model")
         if list(shape) != entry["shape"] or dtype != entry["dtype"]:
-            raise CheckpointError(f"{name!r} is {dtype}{list(shape)}, the checkpoint in {self.directory} has {entry['dtype']}{entry['shape']}")
+            saved = f"{entry['dtype']}{entry['shape']}"
+            raise CheckpointError(f"{name!r} is {dtype}{list(shape)}, the checkpoint in {self.directory} has {saved}")
 
     def verify(self, rank: int, world_size: int) -> None:
         """Check this rank's share of the files against their SHA-256: together the ranks check all of them."""
@@ -230,7 +231,7 @@ def _local_everywhere(state: State, action: Callable[[], Checkpoint], what: str)
 
 
 def _agree(state: State, choose: Callable[[], str]) -> str:
-    return _everywhere(state, choose, "agree on a name")[0]  # type: ignore[no-any-return]
+    return _everywhere(state, choose, "agree on a name")[0]
 
 
 def _runs_out(part: Part) -> list[list[list[int]]]:

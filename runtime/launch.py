@@ -59,7 +59,7 @@ def run_processes(
     fn: Callable[..., Any], world_size: int, args: Sequence[Any] = (), *, timeout_s: float = 600.0, start: Start | None = None,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> list[Any]:  # fmt: skip
-    """``fn(*args)`` on ``world_size`` local ranks; the same promises as ``launch``. ``describe(rank)`` is added to a rank's name in errors."""
+    """``fn(*args)`` on ``world_size`` local ranks; the same promises as ``launch``. ``describe(rank)``: added to its name in errors."""
     if world_size < 1 or timeout_s <= 0:
         raise InputError(f"launch: {world_size} processes within {timeout_s} s, both must be above 0")
     how = start or _safest_start()
@@ -104,7 +104,7 @@ def _listening() -> Iterator[tuple[socket.socket, int]]:
 
 
 class _Process:
-    """A worker that leads a process group of its own, so that what it starts ends with it. Not reaped before ``end``: its id stays its own."""
+    """A worker that leads a process group of its own, so that what it starts ends with it. Only ``end`` reaps it."""
 
     pid: int
     ended = False

@@ -42,7 +42,8 @@ def optimizer_state(state: State, optimizer: torch.optim.Optimizer) -> Optimizer
             elif value is None or isinstance(value, (bool, int, float)):
                 values[key] = value
             else:
-                raise CheckpointError(f"{type(optimizer).__name__} keeps {key!r} of {name} as {type(value).__name__}, which no checkpoint can hold")
+                kind = f"{type(optimizer).__name__} keeps {key!r} of {name} as {type(value).__name__}"
+                raise CheckpointError(f"{kind}, which no checkpoint can hold")
         found.values[name] = values
     return found
 

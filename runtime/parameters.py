@@ -82,7 +82,8 @@ def install(stage: Stage, specs: Mapping[str, Spec], source: Callable[[str], Ten
             raise PlanError(f"parameter {name!r} is {have}, the plan was made for {spec.dtype}{list(spec.shape)}")
         part = part_of(spec.shape, planned.sharding, ranks.mesh, ranks.coordinates)
         if part.shape != planned.local_shape:
-            raise PlanError(f"parameter {name!r}: this rank's part is {list(part.shape)}, the lowered stage expects {list(planned.local_shape)}")
+            expected = list(planned.local_shape)
+            raise PlanError(f"parameter {name!r}: this rank's part is {list(part.shape)}, the lowered stage expects {expected}")
         local = part.take(whole).to(ranks.device)
         put_parameter(stage.module, planned.path, nn.Parameter(_placed(local, spec, planned, ranks), requires_grad=planned.trainable))
 

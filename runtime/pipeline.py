@@ -32,17 +32,24 @@ _COMPUTE = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 class StageRunner(nn.Module):
     """A lowered stage with the inputs of the current step. torch's pipeline calls it with what was received and a micro-batch's index."""
 
+    call: Callable[..., Any]
+
     def __init__(self, stage: Stage, device: torch.device, precision: str = "fp32") -> None:
         super().__init__()
         self.stage, self.device, self.precision = stage, device, precision
         self.module = stage.module
-        self.call: Callable[..., Any] = stage.module
+        self.run_through(stage.module)
         self.inputs: list[tuple[Tensor, ...]] = []
         self.totals: tuple[Tensor, ...] = ()
         self.mutated: tuple[Tensor, ...] = ()
         self.losses: list[Tensor] = []
         self.doing = "not running"
         self.pipeline: Pipeline | None = None
+
+    def run_through(self, call: Callable[..., Any]) -> None:
+        """What stands for the stage's module: the module itself, or another form's way into the base's."""
+        # not a submodule: it may be the module of another runner
+        object.__setattr__(self, "call", call)
 
     def prepare(self, parts: Parts) -> None:
         """``parts``: per micro-batch, input name -> local tensor."""
@@ -54,7 +61,7 @@ class StageRunner(nn.Module):
             with torch.no_grad():
                 for i, part in enumerate(parts):
                     found = stage.prologue(*(part[name].to(self.device) for name in stage.prologue_inputs), i)
-                    self.totals = tuple(a + b for a, b in zip(self.totals, found)) if i else tuple(found)
+                    self.totals = tuple(map(torch.add, self.totals, found)) if i else tuple(found)
 
     def clear(self) -> None:
         self.inputs, self.totals, self.losses, self.mutated = [], (), [], ()
@@ -65,8 +72,8 @@ class StageRunner(nn.Module):
         self.doing = f"forward of micro-batch {index}"
         with self.compute_dtype():
             outputs = self.call(*received, *self.inputs[index], *self.totals, index)
-        sends, rest = outputs[: len(self.stage.sends)], outputs[len(self.stage.sends) :]
-        results, mutated = rest[: len(rest) - len(self.stage.mutations)], rest[len(rest) - len(self.stage.mutations) :]
+        crossing, kept = len(self.stage.sends), len(outputs) - len(self.stage.mutations)
+        sends, results, mutated = outputs[:crossing], outputs[crossing:kept], outputs[kept:]
         # every micro-batch starts from the same buffers, so each one gives the same new values
         self.mutated = tuple(value.detach() for value in mutated)
         return tuple(self.as_planned(x, c) for x, c in zip(sends, self.stage.sends)), results
@@ -161,8 +168,7 @@ class Pipeline:
     def run(self) -> None:
         numbers = torch.arange(self.count)
         # the loss is part of the last stage; the target only satisfies the interface
-        target = {"target": numbers, "losses": []} if self.stage.is_last else {}
-        self.schedule.step(micro=numbers, return_outputs=False, **target)
+        self.schedule.step(target=numbers if self.stage.is_last else None, return_outputs=False, micro=numbers)
         self.stage.clear_runtime_states()
 
 

@@ -125,7 +125,9 @@ def across_stages(names: list[str], ranks: Ranks) -> dict[str, tuple[int, ...]]:
     return {name: tuple(i for i, one in enumerate(lists) if name in one) for one in lists for name in one}
 
 
-def outputs_only(stage: Stage, specs: Mapping[str, Spec], holders: dict[str, tuple[int, ...]], source: Source, ranks: Ranks) -> dict[str, Held]:
+def outputs_only(
+    stage: Stage, specs: Mapping[str, Spec], holders: dict[str, tuple[int, ...]], source: Source, ranks: Ranks
+) -> dict[str, Held]:
     """Parameters that outputs need and the loss does not: held where the forward reads them. Adds to ``holders``."""
     extra = {name: dataclasses.replace(p, fsdp=False) for name, p in stage.parameters.items() if name not in holders}
     holders |= across_stages(list(extra), ranks)
@@ -137,7 +139,7 @@ def outputs_only(stage: Stage, specs: Mapping[str, Spec], holders: dict[str, tup
 def unused(model: nn.Module, holders: dict[str, tuple[int, ...]], source: Source, ranks: Ranks) -> dict[str, Held]:
     """Parameters that nothing reads: whole, on the first stage. Adds to ``holders``."""
     names = [name for name, _ in model.named_parameters() if name not in holders]
-    holders |= {name: (0,) for name in names}
+    holders |= dict.fromkeys(names, (0,))
     parameters = dict(model.named_parameters())
     here = names if ranks.coordinates[PIPE] == 0 else []
     return {name: unused_parameter(name, parameters[name], source(name), ranks) for name in here}

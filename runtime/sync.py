@@ -12,7 +12,7 @@ parameter in several pipeline stages are summed over these stages afterwards, in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +87,7 @@ class GradientSync:
         pipe = self.ranks.along("pipe") if self.ranks.groups else []
         return {stages: self.ranks.subgroup([pipe[s] for s in stages]) for stages in sets}
 
-    def _hook(self, bucket: Bucket, name: str):  # type: ignore[no-untyped-def] # noqa: ANN202
+    def _hook(self, bucket: Bucket, name: str) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:
             if self.armed:
                 bucket.missing.discard(name)

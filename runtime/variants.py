@@ -53,7 +53,7 @@ class Variants:
             self._point(own, name)
             return own.forward(*args)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
     def _point(self, own: nn.Module, name: str) -> None:
         """Let the form's segment read what is gathered now."""
@@ -84,9 +84,10 @@ class _Form:
             module.unshard()
         self.variants.current = self.stage
         try:
-            return root(*args)  # type: ignore[no-any-return]
+            return root(*args)
         finally:
             self.variants.current = None
-            for module in [*modules, root]:
-                if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
-                    module.reshard()
+            if not torch.is_grad_enabled():
+                for owner in [*modules, root]:
+                    if isinstance(owner, FSDPModule):
+                        owner.reshard()

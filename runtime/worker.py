@@ -89,9 +89,9 @@ def _failure(error: BaseException) -> bytes:
     try:
         dumped = cloudpickle.dumps(("error", error, name, text))
         cloudpickle.loads(dumped)
-        return dumped  # type: ignore[no-any-return]
+        return dumped
     except Exception:
-        return cloudpickle.dumps(("error", None, name, text))  # type: ignore[no-any-return]
+        return cloudpickle.dumps(("error", None, name, text))
 
 
 def _write(folder: Path, rank: int, data: bytes) -> None:
