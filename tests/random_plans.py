@@ -9,6 +9,7 @@ from planner.blocks import segments
 from planner.errors import ReshardError
 from planner.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Graph, Value
 from planner.mesh import MICRO, Mesh
+from planner.micro import propagate_micro
 from planner.plan import MeshPlan, ModelPlan, ParameterPlan, Plan, Predicted, SegmentPlan, SolverReport, StagePlan
 from planner.reshard import steps
 from planner.rules.base import over_mesh, rule_of
@@ -17,11 +18,7 @@ from planner.sharding import I, R, S, show
 
 def random_plan(graph: Graph, mesh: Mesh, seed: int, training: bool = True) -> Plan:
     rng = random.Random(seed)
-    micro = {}
-    if mesh.microbatches > 1:
-        from planner.micro import propagate_micro
-
-        micro = propagate_micro(graph, mesh.microbatches)
+    micro = propagate_micro(graph, mesh.microbatches).strategies if mesh.microbatches > 1 else {}
     produced = {}
     batch = dict(graph.batch_dims)
     for node in graph.nodes:
