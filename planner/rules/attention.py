@@ -96,6 +96,7 @@ def _rule(call: Call, args: Arguments, heads: Heads, outputs: str, positions: tu
         flops_per_point=per_row * (_causal_share(length, keys) if causal else 1.0),
         extra_saved_bytes_per_point=4.0 / out_width,
         extra=tuple(extra),
+        exclusive=(frozenset("hgq"),) if "q" in sizes else (),
         random=dropout > 0,
     )
 

@@ -36,8 +36,8 @@ def complex_(call: Call) -> Rule:
 
 @rule("aten.polar.default")
 def polar(call: Call) -> Rule:
-    """``polar(abs, angle)``: linear in the absolute value."""
-    return _pair(call, "abs angle", ("abs",))
+    """``polar(abs, angle)``: linear in abs as a formula, but torch's gradient holds for abs >= 0 only, which pending sums are not."""
+    return _pair(call, "abs angle", ())
 
 
 def _pair(call: Call, schema: str, linear: tuple[str, ...]) -> Rule:
@@ -45,7 +45,7 @@ def _pair(call: Call, schema: str, linear: tuple[str, ...]) -> Rule:
     shape = broadcast_shape(*(spec.shape for spec in call.specs))
     d = lead("d", len(shape))
     dims = {name: broadcast(args.shape(name), d, shape) for name in args.names}
-    return args.rule(dims, text(d), linear=linear, saves=tuple(args.names) if len(linear) == 1 else (), flops_per_point=2.0)
+    return args.rule(dims, text(d), linear=linear, saves=() if linear else tuple(args.names), flops_per_point=2.0)
 
 
 _ONE = ("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")

@@ -101,12 +101,15 @@ def index_add(call: Call) -> Rule:
     args = Arguments(call, "self dim index source")
     d, dim = lead("d", len(args.shape("self"))), _dim(call)
     adds = call.node.op == "aten.index_add.default"
-    scalar = not args.shape("index")
+    added = "j" if args.shape("index") else "1"
+    into, source = text([*d[:dim], "v", *d[dim + 1 :]]), text([*d[:dim], added, *d[dim + 1 :]])
     return args.rule(
-        {"self": text([*d[:dim], "v", *d[dim + 1 :]]), "index": "." if scalar else "j", "source": text([*d[:dim], "1" if scalar else "j", *d[dim + 1 :]])},
-        text([*d[:dim], "v", *d[dim + 1 :]]),
-        linear=("self", "source"), whole=["v"] if adds or scalar else ["v", "j"], saves=("index",),
-    )  # fmt: skip
+        {"self": into, "index": added if args.shape("index") else ".", "source": source},
+        into,
+        linear=("self", "source"),
+        whole=["v"] if adds else ["v", "j"],
+        saves=("index",),
+    )
 
 
 @rule("aten.index_fill.int_Scalar", "aten.index_fill.int_Tensor")

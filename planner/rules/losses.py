@@ -20,9 +20,14 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def _loss(
-    args: Arguments, dims: Mapping[str, str], rows: Sequence[str], reduction: int, whole: Sequence[str] = (), extra: Sequence[Strategy] = (),
+    args: Arguments,
+    dims: Mapping[str, str],
+    rows: Sequence[str],
+    reduction: int,
+    whole: Sequence[str] = (),
+    extra: Sequence[Strategy] = (),
     **fields: Any,
-) -> Rule:  # fmt: skip
+) -> Rule:
     """A loss whose unreduced form has the dims ``rows``, all counted by a mean."""
     kernels: list[Strategy] = list(extra)
     if reduction == MEAN:
@@ -142,12 +147,8 @@ def cross_entropy(call: Call) -> Rule:
         return args.rule(dims, ".", whole=["c", *rows], saves=("self", "target"), flops_per_point=6.0)
     nbytes = math.prod(logits) // max(1, logits[class_dim]) * accumulate_bytes(call.specs[0].dtype)
     types = {"self": S(class_dim), "weight": S(0), **({"target": S(class_dim)} if as_probabilities else {})}
-    out = I
-    comm = (*all_reduces(nbytes, forward=1), *all_reduces((4 if as_probabilities else 3) * nbytes, forward=1))
-    if reduction != MEAN:
-        vocabulary = [args.extra(types, (out,), "c", "vocab_cross_entropy", comm)]
-    else:
-        vocabulary = []
+    comm = all_reduces(nbytes, forward=1) + all_reduces(3 * nbytes, forward=1)
+    vocabulary = [args.extra(types, (I,), "c", "vocab_cross_entropy", comm)] if reduction != MEAN else []
     return _loss(args, dims, rows, reduction, whole=("c",), extra=vocabulary, saves=("self", "target"), flops_per_point=6.0)
 
 

@@ -31,14 +31,15 @@ def _over_last(call: Call, schema: str, reduces: int) -> Rule:
     nbytes = rows * accumulate_bytes(call.specs[0].dtype)
     extra: tuple[Strategy, ...] = ()
     if not stats:
-        # each statistic is summed over the axis, and so is the gradient that flows back through it
+        # one sum per statistic, one after another; the gradients that flow back through them are summed together
+        comm = all_reduces(nbytes, forward=reduces) + all_reduces(reduces * nbytes, backward=1)
         extra = tuple(
             args.extra(
                 {"input": S(len(b) + i), "weight": S(i), "bias": S(i)},
                 (S(len(b) + i),),
                 factor,
                 "norm",
-                all_reduces(nbytes, reduces, reduces),
+                comm,
             )
             for i, factor in enumerate(n)
         )

@@ -31,21 +31,24 @@ def recurrent(call: Call) -> Rule:
     """``lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first) -> (output, *hidden)``."""
     args = Arguments(call, "input hx params")
     shape = args.shape("input")
-    batched = len(shape) == 3
-    steps = [["t"], ["b", "t"] if call.arg(8, "batch_first", False) else ["t", "b"]][batched]
+    steps = ["b", "t"] if call.arg(8, "batch_first", False) else ["t", "b"]
     named = {name: [spec.shape for spec, of in zip(call.specs, args.names) if of == name] for name in ("hx", "params")}
-    hidden = [text(_whole(state[:1]), "b" if batched else [], _whole(state[-1:])) for state in named["hx"]]
-    batch, time = (shape[steps.index(factor)] if factor in steps else 1 for factor in ("b", "t"))
+    hidden = [text(_whole(state[:1]), "b", _whole(state[-1:])) for state in named["hx"]]
+    dims: dict[str, str | list[str]] = {
+        "input": text(steps, _whole(shape[-1:])),
+        "hx": hidden if "hx" in args.lists else hidden[0],
+        "params": [text(_whole(p)) for p in named["params"]],
+    }
     built = args.rule(
-        {"input": text(steps, _whole(shape[-1:])), "hx": hidden if "hx" in args.lists else hidden[0], "params": [text(_whole(p)) for p in named["params"]]},
+        dims,
         ", ".join([text(steps, _whole(call.out[-1:])), *hidden]),
         saves=("input", "out0"),
         kind="matmul",
         # per layer, the gates and the state of every step
         extra_saved_bytes_per_point=DTYPE_BYTES[call.node.outputs[0].dtype] * int(call.arg(4, "num_layers")) * (GATES[_cell(call)] + 1),
         random=float(call.arg(5, "dropout", 0.0)) > 0 and bool(call.arg(6, "train", False)),
-    )  # fmt: skip
-    return _finish(built, 2.0 * batch * time * sum(math.prod(p) for p in named["params"] if len(p) == 2))
+    )
+    return _finish(built, 2.0 * shape[0] * shape[1] * sum(math.prod(p) for p in named["params"] if len(p) == 2))
 
 
 @rule("aten.gru_cell.default", "aten.lstm_cell.default", "aten.rnn_tanh_cell.default", "aten.rnn_relu_cell.default")
