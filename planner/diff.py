@@ -128,8 +128,8 @@ def _class_name(plan: Plan, index: int) -> str:
 
 
 def _op_lines(name: str, left: list[str], right: list[str]) -> Iterator[Change]:
-    heads = [[line.partition(": ")[0] for line in side] for side in (left, right)]
-    for tag, i0, i1, j0, j1 in difflib.SequenceMatcher(None, *heads, autojunk=False).get_opcodes():
+    old_ops, new_ops = ([line.partition(": ")[0] for line in side] for side in (left, right))
+    for tag, i0, i1, j0, j1 in difflib.SequenceMatcher(None, old_ops, new_ops, autojunk=False).get_opcodes():
         for k in range(max(i1 - i0, j1 - j0)):
             old = left[i0 + k] if i0 + k < i1 else ""
             new = right[j0 + k] if j0 + k < j1 else ""

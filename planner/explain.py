@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from planner.plan import Alternative, Plan
 from planner.show import units
 from planner.show.terminal import run_lengths, segment_names
-from planner.show.words import describe, mesh_line, no_rule, share_of, storage, summary
+from planner.show.words import describe, mesh_line, no_rule, proof, share_of, storage, summary
 
 TIGHT = 0.9
 """A stage that uses more than this share of the memory limit is called tight."""
@@ -86,7 +86,7 @@ def _mesh(plan: Plan) -> Iterator[str]:
         yield "one GPU: there is nothing to choose between"
         return
     if plan.solver.status == "forced":
-        yield "the layout was given; op shardings were still chosen within it"
+        yield "the layout left one way only"
     if not plan.alternatives:
         yield "no other mesh was left to compare with"
     for other in plan.alternatives:
@@ -130,11 +130,11 @@ def _stored(plan: Plan) -> Iterator[str]:
 
 def _sure(plan: Plan) -> Iterator[str]:
     report = plan.solver
-    proof = {
+    means = {
         "optimal": "proven optimal under the cost model",
-        "feasible": f"at most {units.share(report.gap)} above the best possible under the cost model",
-        "forced": "the layout was given, so the bound speaks about op shardings only",
+        "feasible": f"no plan is more than {units.share(report.gap)} faster under the cost model",
+        "forced": "the layout left one way only",
     }[report.status]
-    yield f"{report.status}: {proof}; objective {units.seconds(report.objective)}, bound {units.seconds(report.bound)}"
-    yield f"{units.count(report.candidates, 'candidate')} in {units.seconds(report.seconds)}: {report.scope}"
+    yield f"{proof(plan)}: {means}; objective {units.seconds(report.objective)}, bound {units.seconds(report.bound)}"
+    yield f"the bound speaks about: {report.scope}"
     yield f"costs come from the profile {plan.hardware} ({plan.hardware_id})"

@@ -107,7 +107,8 @@ class SolverReport(Part):
     bound: Seconds
     gap: Annotated[float, Field(ge=0)]
     """(objective - bound) / objective."""
-    seconds: Seconds
+    seconds: Annotated[Seconds | None, Field(exclude=True)] = None
+    """How long it took; None for a plan from a file: the same plan found faster is the same bytes."""
     scope: Text
     """What the bound speaks about: which meshes, micro-batch counts and cuts were searched or pruned by a bound."""
     candidates: Count = 0
@@ -147,6 +148,13 @@ class Plan(Part):
     @property
     def world_size(self) -> int:
         return self.mesh.pipe * self.mesh.data * self.mesh.tensor
+
+    def __eq__(self, other: object) -> bool:
+        """Plans are equal where their files are; what is carried in memory only makes no difference."""
+        return isinstance(other, Plan) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
 
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor of the global batch that the plan was made for."""

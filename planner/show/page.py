@@ -14,7 +14,7 @@ from planner.sharding import parse as parse_sharding
 from planner.show import svg, units
 from planner.show.terminal import run_lengths, segment_names
 from planner.show.timeline import timeline
-from planner.show.words import OnAxis, describe, mesh_line, no_rule, share_of, storage, summary
+from planner.show.words import OnAxis, describe, mesh_line, no_rule, proof, share_of, storage, summary
 
 MOST_EVENTS = 1500
 """More boxes than this say nothing in a drawing; the Perfetto trace takes any number."""
@@ -57,13 +57,14 @@ def _table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def _head(plan: Plan) -> str:
-    predicted, solver = plan.predicted, plan.solver
+    predicted = plan.predicted
+    status, _, how = proof(plan).partition(", ")
     peak = max(predicted.peak_memory_bytes, default=0)
     used = f"of {units.nbytes(plan.memory_per_gpu)} ({units.share(peak / plan.memory_per_gpu)})" if plan.memory_per_gpu else ""
     tiles = [
         (units.seconds(predicted.step_time_s), "predicted step time"),
         (units.nbytes(peak), f"peak memory per GPU {used}"),
-        (solver.status, f"solver, gap {units.share(solver.gap)}, {units.seconds(solver.seconds)}"),
+        (status, f"solver, {how}"),
         (mesh_line(plan).replace("pipe", "").replace("data", "").replace("tensor", ""), "pipe × data × tensor"),
         (str(plan.mesh.microbatches), f"micro-batches, {'no pipeline' if plan.schedule == 'none' else plan.schedule}"),
     ]
@@ -184,10 +185,7 @@ def _others(plan: Plan) -> str:
             rows.append([escape(other.what), time, escape(other.why)])
         parts.append(_section("Runners-up", _table(["plan", "step", "why"], rows)))
     report = plan.solver
-    text = (
-        f"{report.status}: objective {units.seconds(report.objective)}, bound {units.seconds(report.bound)}, "
-        f"gap {units.share(report.gap)}, {units.count(report.candidates, 'candidate')} in {units.seconds(report.seconds)}. {report.scope}"
-    )
+    text = f"{proof(plan)}; objective {units.seconds(report.objective)}, bound {units.seconds(report.bound)}. {report.scope}"
     parts.append(_section("Solver", f"<p>{escape(text)}</p>"))
     if plan.warnings:
         items = "".join(f"<li>{escape(warning)}</li>" for warning in plan.warnings)

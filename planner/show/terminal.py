@@ -10,7 +10,7 @@ from rich.text import Text
 from planner.plan import Plan
 from planner.sharding import parse as parse_sharding
 from planner.show import units
-from planner.show.words import mesh_line, share_of, storage, summary
+from planner.show.words import mesh_line, proof, share_of, storage, summary
 
 BAR = 16
 MOST_NAMES = 6
@@ -26,7 +26,7 @@ def render(plan: Plan) -> RenderableType:
 
 
 def _head(plan: Plan) -> RenderableType:
-    predicted, solver = plan.predicted, plan.solver
+    predicted = plan.predicted
     peak = max(predicted.peak_memory_bytes, default=0)
     text = Text()
     text.append(f"{plan.model.name}", style="bold")
@@ -40,8 +40,7 @@ def _head(plan: Plan) -> RenderableType:
     if plan.memory_per_gpu:
         text.append(f" of {units.nbytes(plan.memory_per_gpu)} ({units.share(peak / plan.memory_per_gpu)})", style="dim")
     text.append("   solver ", style="dim")
-    text.append(solver.status, style="bold green" if solver.status == "optimal" else "bold yellow")
-    text.append(f", gap {units.share(solver.gap)}, {units.seconds(solver.seconds)}\n", style="dim")
+    text.append(f"{proof(plan)}\n", style="green" if plan.solver.status == "optimal" else "yellow")
     return text
 
 

@@ -16,6 +16,7 @@ from planner.plan import ParameterPlan, Plan, SegmentPlan
 from planner.rules.base import REGISTRY
 from planner.sharding import P, Type
 from planner.sharding import parse as parse_sharding
+from planner.show import units
 
 Types = Sequence[Type]
 Reader = Callable[[OpLine, Types, Types], "str | None"]
@@ -50,10 +51,7 @@ def describe(plan: Plan, segment: SegmentPlan) -> list[tuple[OpLine, tuple[OnAxi
 
 def on_axis(line: OpLine, axis: int, name: str, following: Sequence[OpLine] = ()) -> str:
     inputs, outputs = line.on_axis(axis)
-    for reader in READERS:
-        text = reader(line, inputs, outputs)
-        if text:
-            break
+    text = next(filter(None, (reader(line, inputs, outputs) for reader in READERS)))
     if name == "data" and text in ("split along dim 0", "rows split along dim 0"):
         text = "batch split"
     if text in SUMMED:
@@ -205,6 +203,13 @@ def mesh_line(plan: Plan) -> str:
     mesh = plan.mesh
     parts = [f"{name} {size}" for name, size in (("pipe", mesh.pipe), ("data", mesh.data), ("tensor", mesh.tensor))]
     return " × ".join(parts)
+
+
+def proof(plan: Plan) -> str:
+    """How good the solver says the plan is: ``optimal, gap 0.00 %, 1.50 s``; without the time for a plan from a file."""
+    report = plan.solver
+    took = f", {units.seconds(report.seconds)}" if report.seconds is not None else ""
+    return f"{report.status}, gap {units.share(report.gap)}{took}"
 
 
 def share_of(breakdown: dict[str, float], total: float) -> list[tuple[str, float, float]]:

@@ -15,9 +15,11 @@ import sample_plans
 from rich.console import Console
 from typer.testing import CliRunner
 
+from planner import plan_io
 from planner.cli import app, scaling_table, torchrun_command
 from planner.cli_parts import EXITS, exit_code, load_target, parse_counts, parse_layout
 from planner.errors import BatchError, CaptureError, InfeasibleError, InputError, PlanError, WorkerError
+from planner.plan_io import load_plan
 
 MODULE = """
 import torch
@@ -62,7 +64,7 @@ def test_validate(folder: Path) -> None:
 
 
 def test_explain_and_diff(folder: Path) -> None:
-    assert call("explain", "a.json").stdout == sample_plans.plan().explain()
+    assert call("explain", "a.json").stdout == load_plan("a.json").explain()
     assert "tensor: 2 => 1" in call("diff", "a.json", "b.json").stdout
     assert call("diff", "a.json", "a.json").stdout == "no differences\n"
     assert "cut.json" in refused(4, "diff", "a.json", "cut.json")
@@ -107,7 +109,7 @@ def test_run_starts_every_rank(folder: Path) -> None:
         "sys.exit(3 if 'fail' in sys.argv else 0)\n"
     )
     command = [sys.executable, "-m", "planner", "run", "two.json", "script.py", "--flag"]
-    root = str(Path(sys.modules["planner"].__path__[0]).parent)
+    root = str(Path(plan_io.__file__).parent.parent)
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": root})
     assert done.returncode == 0, done.stderr
     assert [(folder / f"rank{r}").read_text() for r in (0, 1)] == [f"2--flag{folder / 'two.json'}"] * 2

@@ -16,7 +16,6 @@ import sample_plans
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import planner
 from planner import plan_io
 from planner.errors import PlanError
 from planner.plan import SCHEMA_VERSION, Plan
@@ -63,12 +62,22 @@ def test_names_outside_ascii_round_trip() -> None:
 
 def test_same_bytes_in_processes_with_other_hash_seeds() -> None:
     code = "import sys; sys.path[:0] = sys.argv[1:]; import sample_plans; sys.stdout.write(sample_plans.plan().to_json())"
-    roots = [str(Path(next(iter(planner.__path__))).parent), str(Path(__file__).parent)]
+    roots = [str(Path(plan_io.__file__).parent.parent), str(Path(__file__).parent)]
     for seed in ("1", "2"):
         run = subprocess.run(
             [sys.executable, "-c", code, *roots], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=60
         )
         assert run.stdout == TEXT, run.stderr
+
+
+def test_what_is_carried_in_memory_only_makes_no_difference() -> None:
+    """A plan that has just been made knows its loss callable and how long the solver took; its file does not."""
+    plan, slower = sample_plans.plan(), sample_plans.plan()
+    slower._loss = len
+    slower = slower.model_copy(update={"solver": slower.solver.model_copy(update={"seconds": 9.0})})
+    assert slower.to_json() == plan.to_json() and slower == plan and hash(slower) == hash(plan)
+    assert "seconds" not in json.loads(plan.to_json())["solver"] and Plan.from_json(plan.to_json()).solver.seconds is None
+    assert plan != sample_plans.plan(tensor=1) and plan != plan.to_json()
 
 
 def test_infinite_values_are_not_written() -> None:

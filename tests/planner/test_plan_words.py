@@ -112,7 +112,7 @@ def test_explain_says_what_binds_and_what_the_others_cost() -> None:
     data = sample_plans.data()
     data |= {"memory_per_gpu": 3_000_000_000, "solver": {**data["solver"], "status": "feasible", "bound": 0.08, "gap": 0.2}}
     tight = Plan.from_json(json.dumps(data)).explain()
-    assert "limit is tight" in tight and "at most 20.0 % above" in tight
+    assert "limit is tight" in tight and "no plan is more than 20.0 % faster" in tight
 
 
 def test_explain_of_one_gpu() -> None:
