@@ -5,6 +5,7 @@ A dropout is linear in its input for a given mask, and ranks that hold pending s
 
 from __future__ import annotations
 
+from planner.graph import DTYPE_BYTES
 from planner.rules.base import Call, Rule, Strategy, dims_rule, rule
 from planner.rules.dims import aligned, numbered, through
 from planner.sharding import P, R
@@ -24,10 +25,12 @@ def feature_dropout(call: Call) -> Rule:
 
 @rule("aten.alpha_dropout.default", "aten.feature_alpha_dropout.default", "aten.rrelu.default")
 def affine_dropout(call: Call) -> Rule:
-    """Dropped elements take a value of their own, so it is not linear."""
+    """Dropped elements take a value of their own, so it is not linear. The noise is kept in the output's dtype."""
     n = len(call.out)
     whole = range(2, n) if "feature" in call.node.op else ()
-    return through(call, range(n), whole=whole, random=True, flops_per_point=1.0, saves=("in0",), extra_saved_bytes_per_point=1.0)
+    saves = ("in0",) if "rrelu" in call.node.op else ()
+    noise = DTYPE_BYTES[call.node.outputs[0].dtype]
+    return through(call, range(n), whole=whole, random=True, flops_per_point=1.0, saves=saves, extra_saved_bytes_per_point=noise)
 
 
 @rule(

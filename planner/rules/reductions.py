@@ -138,7 +138,7 @@ def logcumsumexp(call: Call) -> Rule:
 
 @rule("aten.cummax.default", "aten.cummin.default")
 def cumulative_extreme(call: Call) -> Rule:
-    return _along(call, saves=("out1",))
+    return _along(call, saves=("in0", "out1"))
 
 
 def _along(call: Call, **fields: Any) -> Rule:
@@ -156,13 +156,14 @@ def compared(call: Call) -> Rule:
     n = max(len(a), len(b))
     padded = [(1,) * (n - len(shape)) + shape for shape in (a, b)]
     shape = tuple(max(sizes) for sizes in zip(*padded))
-    dim = n - 1 if call.node.op == "aten.pairwise_distance.default" else dim_of(call.arg(2, "dim", 1), n)
+    distance = call.node.op == "aten.pairwise_distance.default"
+    dim = n - 1 if distance else dim_of(call.arg(2, "dim", 1), n)
     out = [dims for i, dims in enumerate(numbered(shape)) if i != dim]
     if len(call.out) == n:
         out.insert(dim, ())
-    return dims_rule(
-        call, [aligned(a, shape), aligned(b, shape)], [tuple(out)], whole={f"d{dim}"}, sums=False, flops_per_point=6.0, saves=("in0", "in1")
-    )
+    inputs = [aligned(a, shape), aligned(b, shape)]
+    saves = ("in0",) if distance else ("in0", "in1")
+    return dims_rule(call, inputs, [tuple(out)], whole={f"d{dim}"}, sums=False, flops_per_point=6.0, saves=saves)
 
 
 @rule("aten.cross.default", "aten.linalg_cross.default")

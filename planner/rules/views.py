@@ -296,11 +296,12 @@ def triangle(call: Call) -> Rule:
 def pad(call: Call) -> Rule:
     """``pad`` lists (before, after) from the last dim backwards. Zeros at the rim, and copies of elements, are linear."""
     n = len(call.out)
-    amounts = call.node.args[1]
-    padded = {n - 1 - k // 2 for k, amount in enumerate(amounts) if amount}
-    constant = call.node.op == "aten.constant_pad_nd.default" or (
-        call.node.op == "aten.pad.default" and call.arg(2, "mode", "constant") == "constant"
-    )
-    value = (call.arg(2, "value", 0) if call.node.op == "aten.constant_pad_nd.default" else call.arg(3, "value")) if constant else 0
+    padded = {n - 1 - k // 2 for k, amount in enumerate(call.node.args[1]) if amount}
     origin = [None if i in padded else i for i in range(n)]
-    return through(call, origin, linear=() if value else LINEAR)
+    mode, value = "copies", 0
+    if call.node.op == "aten.constant_pad_nd.default":
+        mode, value = "constant", call.arg(2, "value", 0)
+    elif call.node.op == "aten.pad.default":
+        mode, value = call.arg(2, "mode", "constant"), call.arg(3, "value")
+    keeps = mode in ("copies", "reflect", "replicate")
+    return through(call, origin, linear=() if value else LINEAR, saves=("in0",) if keeps else ())

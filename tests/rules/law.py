@@ -37,6 +37,8 @@ from runtime.simulate import simulate
 torch.set_num_threads(1)
 
 DUAL = {"I": "I", "R": "P", "P": "R"}
+NEED_STRIDES = ("aten.view.default", "aten._unsafe_view.default", "aten.view_as.default")
+"""Ops that refuse a part that is not contiguous; all others are given the parts as they are cut."""
 RANKS = (2, 3, 4)
 
 
@@ -235,9 +237,10 @@ def tolerance_of(case: Case) -> float:
 
 
 def strategies(case: Case, sizes: Sequence[int]) -> list[MeshStrategy]:
-    """Those of the rule over the mesh, but for pending sums of booleans, which no op makes."""
+    """Those of the rule over the mesh, with splits in groups on one axis, but for pending sums of booleans, which no op makes."""
     flags = case.node.grad
-    per_axis = [one_axis(case.rule, case.grad_in, flags, ranks) for ranks in sizes]
+    groups = dict.fromkeys(case.rule.size, (1, 2)) if len(sizes) == 1 else None
+    per_axis = [one_axis(case.rule, case.grad_in, flags, ranks, groups) for ranks in sizes]
     found = over_mesh(case.rule, per_axis, sizes)
     dtypes = [x.dtype for x in case.tensors]
     return [s for s in found if not any(d == torch.bool and Type("P") in sharding for d, sharding in zip(dtypes, s.inputs))]
@@ -248,6 +251,8 @@ def hold(case: Case, strategy: MeshStrategy, sizes: Sequence[int]) -> None:
     axes = [Axis(("data", "tensor")[2 - len(sizes) + i], n) for i, n in enumerate(sizes)]
     coords = list(itertools.product(*(range(n) for n in sizes)))
     inputs = [apart(x.detach(), sharding, sizes) for x, sharding in zip(case.tensors, strategy.inputs)]
+    if case.node.op in NEED_STRIDES:
+        inputs = [[part.contiguous() for part in parts] for parts in inputs]
     given = [apart(g, dual(s), sizes) if g is not None else [None] * len(coords) for g, s in zip(case.grads, strategy.outputs)]
 
     def rank(number: int) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
@@ -301,3 +306,28 @@ def split_factors(op: str) -> set[tuple[str, bool]]:
                 if strategy.factor:
                     found.add((strategy.factor, math.gcd(case.rule.size[strategy.factor], ranks) == ranks))
     return found
+
+
+# ---------------------------------------------------------------- what is kept for the backward
+
+
+def kept_elements(op: str) -> int:
+    """How many elements autograd keeps for the backward of the first sample, each tensor counted once, scalars left out."""
+    case = draw(SAMPLES[op][0])
+    if not any(case.node.grad):
+        return 0
+    inputs = [x.detach().requires_grad_(x.requires_grad) for x in case.tensors]
+    kept: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        outputs = local_call(case.node, None, None, (), ()).run(inputs)
+    assert outputs is not None  # alive until here, so that no address is used twice
+    return sum(x.numel() for x in kept.values() if x.numel() > 1)
+
+
+def told_elements(op: str) -> int:
+    """The same as ``Rule.saves`` tells it; 0 where the call has no gradient."""
+    case = draw(SAMPLES[op][0])
+    if not any(case.node.grad):
+        return 0
+    tensors = {f"in{i}": x for i, x in enumerate(case.tensors)} | {f"out{i}": x for i, x in enumerate(case.outputs)}
+    return sum(tensors[name].numel() for name in case.rule.saves if tensors[name].numel() > 1)

@@ -1,7 +1,7 @@
 """Products of matrices against the law: every form, uneven sizes, pending sums and the added term."""
 
 import pytest
-from law import SAMPLES, check, draw, f, fixed, ops_here, samples, split_factors
+from law import SAMPLES, check, draw, f, fixed, kept_elements, ops_here, samples, split_factors, told_elements
 
 from planner.rules.matmul import parse_equation
 
@@ -47,6 +47,11 @@ OPS = ops_here(BEFORE)
 @pytest.mark.parametrize("op", OPS)
 def test_law(op):
     check(op)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_keeps_what_autograd_keeps(op):
+    assert kept_elements(op) == told_elements(op)
 
 
 def test_factors_are_split_evenly_and_unevenly():

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from law import SAMPLES, check, draw, f, fixed, ints, ops_here, samples
+from law import SAMPLES, check, draw, f, fixed, ints, kept_elements, ops_here, samples, told_elements
 
 from planner.rules.base import one_axis
 
 BEFORE = set(SAMPLES)
 
-samples("aten.cat.default", ([f(8, 7), f(8, 5)], 1), ([f(8, 7), f(4, 7), fixed(2, 7)],), ([f(0), f(8, 7)], -1), ([ints(8, 7), ints(8, 1)], 1), mesh=True)
+samples("aten.cat.default", ([f(8, 7), f(8, 5)], 1), ([f(8, 7), f(4, 7), fixed(2, 7)],), mesh=True)
+samples("aten.cat.default", ([f(0), f(8, 7)], -1), ([ints(8, 7), ints(8, 1)], 1))
 samples("aten.concat.default", ([f(8, 7), f(8, 5)], 1))
 samples("aten.concatenate.default", ([f(8, 7), f(8, 5)], -1))
 samples("aten.hstack.default", ([f(8, 7), f(8, 5)],), ([f(8), f(7)],))
@@ -31,6 +32,11 @@ OPS = ops_here(BEFORE)
 @pytest.mark.parametrize("op", OPS)
 def test_law(op):
     check(op)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_keeps_what_autograd_keeps(op):
+    assert kept_elements(op) == told_elements(op)
 
 
 def test_pending_sums_pass_a_cat_only_together():
