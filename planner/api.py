@@ -47,10 +47,12 @@ def auto_parallelize(
 
     ``example_inputs``: ONE GLOBAL batch, tuple, dict or (args, kwargs), real or meta tensors; None: told from the model, where it can be.
     ``hardware``: preset name ("h100", "h100:16x8"), path of a profile JSON or a HardwareProfile; None: this machine, measured once.
-    ``memory_per_gpu``: bytes or "70GiB"; None: the profile's. ``optimizer``: "adamw", "sgd", "sgd-momentum", "none" (inference), or bytes of
-    state per parameter element. ``precision``: "fp32", "bf16-mixed", "fp16-mixed". ``layout``: what to force, the rest is searched: data,
-    tensor, pipe, microbatches (per step and data rank), schedule, recompute, zero. ``loss``: called on the model's output; None: a scalar
-    output (or ``.loss``) is the loss. ``time_limit``: seconds for the solver. ``opaque``: submodules to take as one op.
+    ``memory_per_gpu``: bytes or "70GiB"; None: the profile's.
+    ``optimizer``: "adamw", "sgd", "sgd-momentum", "none" (inference), or bytes of state per parameter element.
+    ``precision``: "fp32", "bf16-mixed", "fp16-mixed".
+    ``layout``: what to force, the rest is searched: data, tensor, pipe, microbatches (per step and data rank), schedule, recompute, zero.
+    ``loss``: called on the model's output; None: a scalar output (or ``.loss``) is the loss.
+    ``time_limit``: seconds for the solver. ``opaque``: submodules to take as one op.
     ``batch_dims``: input name -> its batch dim, where the graph does not tell.
 
     Raises InputError for wrong arguments, CaptureError where the model cannot be captured, BatchError where the batch cannot be cut as

@@ -162,9 +162,7 @@ def replicated_share(result: Result) -> float:
     """Share of the compute time that ops without a rule take."""
     tables, choice = result.best.tables, result.best.choice
     assert tables is not None and choice is not None
-    seconds = [
-        float(op.cost[s, [Q["forward"], Q["backward"]]].sum() * op.count.sum()) for op, s in zip(tables.problem.ops, choice)
-    ]
+    seconds = [float(op.cost[s, [Q["forward"], Q["backward"]]].sum() * op.count.sum()) for op, s in zip(tables.problem.ops, choice)]
     total = math.fsum(seconds)
     without = math.fsum(seconds[op.index] for op in result.catalogue.without_rule())
     return min(1.0, without / total) if total else 0.0
@@ -195,9 +193,10 @@ def warnings_of(result: Result) -> list[str]:
         first.setdefault(op.node.op, op)
         seconds = float(priced.cost[best.choice[op.index], [Q["forward"], Q["backward"]]].sum() * priced.count.sum())
         cost[op.node.op] = cost.get(op.node.op, 0.0) + seconds
-    return [
-        f"{name} has no sharding rule and runs whole on every rank: {n} time{'s' if n > 1 else ''}, {cost[name] * 1e3:.3g} ms per micro-batch, "
-        f"first in module {first[name].node.module or 'the model'} ({first[name].node.source or 'unknown line'})"
-        for name, n in sorted(count.items(), key=lambda item: -cost[item[0]])
-    ]
-
+    lines = []
+    for name, n in sorted(count.items(), key=lambda item: -cost[item[0]]):
+        node = first[name].node
+        where = f"first in module {node.module or 'the model'} ({node.source or 'unknown line'})"
+        times = f"{n} time{'s' if n > 1 else ''}, {cost[name] * 1e3:.3g} ms per micro-batch"
+        lines.append(f"{name} has no sharding rule and runs whole on every rank: {times}, {where}")
+    return lines

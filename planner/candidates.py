@@ -83,9 +83,15 @@ class Candidate:
     schedule: str
     recompute: str = "none"
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(pipe, data, tensor)."""
+        return self.mesh.pipe, self.mesh.data, self.mesh.tensor
+
     def __str__(self) -> str:
-        parts = [str(self.mesh), self.schedule if self.mesh.pipe > 1 else "", f"recompute={self.recompute}" if self.recompute != "none" else ""]
-        return " ".join(filter(None, parts))
+        schedule = self.schedule if self.mesh.pipe > 1 else ""
+        recompute = f"recompute={self.recompute}" if self.recompute != "none" else ""
+        return " ".join(filter(None, (str(self.mesh), schedule, recompute)))
 
 
 @dataclass(frozen=True)

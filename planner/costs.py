@@ -140,7 +140,13 @@ class Pricer:
     # ------------------------------------------------------------ ops
 
     def op(
-        self, node: Node, specs: Sequence[Spec], rule: Rule | None, strategies: Sequence[MeshStrategy], grad_in: Sequence[bool], grad_out: Sequence[bool]
+        self,
+        node: Node,
+        specs: Sequence[Spec],
+        rule: Rule | None,
+        strategies: Sequence[MeshStrategy],
+        grad_in: Sequence[bool],
+        grad_out: Sequence[bool],
     ) -> tuple[Array, Array]:
         """Quantities [strategies, quantities] of one run of an op, and the bytes [strategies] that it works on."""
         parts = LocalParts(self, specs, node.outputs, strategies)

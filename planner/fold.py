@@ -35,7 +35,8 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class OpClass:
-    """Equal ops. ``node`` represents them; ``members`` are their names in execution order; ``segment_class`` is -1 for sources and sinks."""
+    """Equal ops: ``node`` represents them, ``members`` are their names in execution order.
+    ``segment_class`` is -1 for sources and sinks."""
 
     index: int
     node: Node
@@ -97,9 +98,7 @@ class Fold:
     def __post_init__(self) -> None:
         object.__setattr__(self, "segments", segments(self.graph))
         object.__setattr__(self, "ops", tuple(self._classes()))
-        tensors = [
-            (op.index, i, spec, op.node.grad[i]) for op in self.ops if not op.is_sink for i, spec in enumerate(op.node.outputs)
-        ]
+        tensors = [(op.index, i, spec, op.node.grad[i]) for op in self.ops if not op.is_sink for i, spec in enumerate(op.node.outputs)]
         object.__setattr__(self, "tensors", tuple(TensorClass(n, *fields) for n, fields in enumerate(tensors)))
 
     # ------------------------------------------------------------ classes
@@ -212,8 +211,8 @@ class Fold:
         shared: dict[tuple[int, tuple[int, ...]], int] = {}
         for name, stages in held.items():
             if len(stages) > 1:
-                key = (self.class_of[name], tuple(stages))
-                shared[key] = shared.get(key, 0) + 1
+                held_by = (self.class_of[name], tuple(stages))
+                shared[held_by] = shared.get(held_by, 0) + 1
         segments_count = np.zeros((max((s.class_id for s in self.segments), default=-1) + 1, pipe), np.int64)
         for segment, stage in zip(self.segments, stage_of_segment):
             segments_count[segment.class_id, stage] += 1

@@ -139,7 +139,9 @@ class Unit:
     nbytes: float
 
 
-def storage_cost(storage: Storage, spec: Spec, trainable: bool, pricer: Pricer, optimizer: Optimizer, unit: Unit, total_bytes: float) -> Array:
+def storage_cost(
+    storage: Storage, spec: Spec, trainable: bool, pricer: Pricer, optimizer: Optimizer, unit: Unit, total_bytes: float
+) -> Array:
     """Quantities of one parameter. ``total_bytes``: of all trainable parameters, the most that one bucketed all-reduce can carry."""
     cost = np.zeros(len(QUANTITIES))
     item = DTYPE_BYTES.get(spec.dtype, 4)
@@ -160,10 +162,13 @@ def storage_cost(storage: Storage, spec: Spec, trainable: bool, pricer: Pricer, 
         gathered = storage.fsdp and axis.name == DATA
         if storage.stored[position] == R and not axis.is_time and not gathered:
             cost[Q["sync"]] += local * item * rate(pricer, "all_reduce", min(BUCKET_BYTES, total_bytes), position)
+            cost[Q["sync"]] += 2 * pricer.move_s(spec.dtype, 2 * local * item)  # into the bucket and out of it
         if gathered:
             sent = local * pricer.precision.itemsize(spec.dtype)
             cost[Q["gather"]] += sent * 2 * rate(pricer, "all_gather", unit.nbytes, position)
             cost[Q["gather"]] += local * item * rate(pricer, "reduce_scatter", unit.nbytes, position)
+            cost[Q["forward"]] += pricer.move_s(spec.dtype, 2 * sent)  # out of the gathered buffer
+            cost[Q["backward"]] += pricer.move_s(spec.dtype, 2 * sent) + pricer.move_s(spec.dtype, 2 * local * item)
     return cost
 
 

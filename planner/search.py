@@ -248,7 +248,8 @@ class _Search:
     def nothing(self) -> Exception:
         reasons = {found.why for found in self.tried}
         if any("memory" in why for why in reasons):
-            return explain_infeasible(self.fold, self.request.memory_limit, self.request.gpus, self.smallest, [f.candidate for f in self.tried])
+            tried = [found.candidate for found in self.tried]
+            return explain_infeasible(self.fold, self.request.memory_limit, self.request.gpus, self.smallest, tried)
         shown = "; ".join(f"{found.candidate}: {found.why}" for found in self.tried[:6])
         return InfeasibleError(f"no plan for {self.request.gpus} GPUs within the layout and the time limit: {shown}")
 
@@ -280,10 +281,11 @@ class _Search:
 
     def scope(self, everything: list[Found]) -> str:
         pruned = len(everything) - len(self.tried)
-        shapes = sorted({(f.candidate.mesh.pipe, f.candidate.mesh.data, f.candidate.mesh.tensor) for f in everything})
+        shapes = sorted({found.candidate.shape for found in everything})
         text = (
             f"{len(everything)} candidates (mesh shape, micro-batches, recomputation) over {len(shapes)} mesh shapes pipe x data x tensor: "
-            f"{', '.join('x'.join(map(str, s)) for s in shapes)}; {len(self.tried)} solved or found impossible, {pruned} ruled out by their bound. "
+            f"{', '.join('x'.join(map(str, s)) for s in shapes)}; "
+            f"{len(self.tried)} solved or found impossible, {pruned} ruled out by their bound. "
             "Views and unary ops take the sharding of their neighbour; stages are cut by the cheapest strategies' time"
         )
         if any(f.candidate.mesh.data > 1 and f.candidate.mesh.tensor > 1 for f in everything):
@@ -292,13 +294,10 @@ class _Search:
 
     def others(self, best: Found, everything: list[Found]) -> tuple[Found, ...]:
         shapes: dict[tuple[int, int, int], Found] = {}
-        for found in everything:
-            mesh = found.candidate.mesh
-            shape = (mesh.pipe, mesh.data, mesh.tensor)
-            if shape != (best.candidate.mesh.pipe, best.candidate.mesh.data, best.candidate.mesh.tensor):
-                if shape not in shapes or (found.time, found.bound) < (shapes[shape].time, shapes[shape].bound):
-                    shapes[shape] = found
-        return tuple(sorted(shapes.values(), key=lambda f: (f.time, f.bound, str(f.candidate))))
+        for found in sorted(everything, key=lambda f: (f.time, f.bound, str(f.candidate))):
+            shapes.setdefault(found.candidate.shape, found)
+        shapes.pop(best.candidate.shape)
+        return tuple(shapes.values())
 
 
 def natural_on_data(catalogue: Catalogue, ranks: int) -> Mapping[int, Strategy]:

@@ -203,7 +203,9 @@ def prune(problem: Problem, cluster: Cluster, internal: frozenset[int]) -> Clust
     cost = [cluster_cost(problem, cluster, internal)]
     for peak in problem.peaks:
         cost += [values[cluster.rows[:, column[op]]][:, None] for op, values in peak.ops if op in column]
-        cost += [_peak_bytes(problem, cluster, column, t)[:, None] for t, _ in peak.saved if t in internal and problem.tensors[t].producer[0] in column]
+        for t, _ in peak.saved:
+            if t in internal and problem.tensors[t].producer[0] in column:
+                cost.append(_peak_bytes(problem, cluster, column, t)[:, None])
     keys = np.stack(outside, axis=1) if outside else np.zeros((cluster.strategies, 0), np.int64)
     kept = _undominated(keys, np.concatenate(cost, axis=1))
     return Cluster(cluster.members, cluster.rows[kept])

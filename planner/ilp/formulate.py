@@ -97,13 +97,12 @@ class _Writer:
 
     # ------------------------------------------------------------ x, y, z
 
-    def of(self, cluster: int, values: Array) -> Affine:
+    def of(self, cluster: int, values: Array | Ints) -> Affine:
         """``sum_s values[s] x[cluster, s]``."""
         row = self.x[cluster]
         if not row:
             return Affine(float(values[0]))
-        low = 0.0
-        return Affine(low, {v: float(c) for v, c in zip(row, values) if c})
+        return Affine(0.0, {v: float(c) for v, c in zip(row, values) if c})
 
     def indicator(self, kind: str, use: Use, type_: int) -> Affine:
         """y (kind "makes") or z (kind "wants")."""
@@ -148,7 +147,8 @@ class _Writer:
 
     def add_conversions(self, tensor: Tensor, reading: Reading, made: Sequence[int], target: int, readers: Sequence[Use]) -> None:
         """Rows (2) and (3) of one target type."""
-        free, classes = Affine(), {}
+        free = Affine()
+        classes: dict[bytes, tuple[Array, list[Affine]]] = {}
         for source in made:
             cost = tensor.convert[tensor.made.index(source), tensor.wanted.index(target)]
             y = self.indicator("makes", tensor.producer, source)
@@ -330,6 +330,3 @@ def peak_most(contraction: Contraction, peak: Peak) -> float:
 
 def peak_least(contraction: Contraction, peak: Peak) -> float:
     return float(sum(contraction.spread(op, values).min() for op, values in peak.ops))
-
-
-__all__ = ["Formulation", "Ints", "formulate", "memory_bound"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 
 @dataclass
@@ -29,7 +27,7 @@ class Affine:
     def scaled(self, factor: float) -> Affine:
         return Affine().plus(self, factor)
 
-    def value(self, values: Mapping[int, float] | np.ndarray) -> float:
+    def value(self, values: Sequence[float]) -> float:
         return self.constant + sum(c * float(values[v]) for v, c in self.terms.items())
 
     def copy(self) -> Affine:

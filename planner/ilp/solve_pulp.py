@@ -98,7 +98,8 @@ def _highs(program: Program, problem: Any, variables: list[Any], time_limit: flo
         return Solution("unknown", None, math.inf, bound + constant, seconds, "HiGHS")
     values = tuple(float(v.varValue or 0.0) for v in variables)
     objective = float(info.objective_function_value) + constant
-    return Solution("optimal" if status == "kOptimal" else "feasible", values, objective, min(bound + constant, objective), seconds, "HiGHS")
+    proved: Status = "optimal" if status == "kOptimal" else "feasible"
+    return Solution(proved, values, objective, min(bound + constant, objective), seconds, "HiGHS")
 
 
 def _cbc(program: Program, problem: Any, variables: list[Any], time_limit: float, gap: float, started: float) -> Solution:
