@@ -142,7 +142,7 @@ class _Own:
         self.sizes = {name: shapes[name][dim] for name, dim in self.plan.model.batch_dims.items()}
         self.runners: dict[Form, StageRunner] = {}
         self._makers: dict[tuple[int, int], dict[str, int]] = {}
-        self.sync = GradientSync(self.state.held, self.ranks)
+        self.sync = GradientSync(self.state.held, self.ranks, (stored.stages for stored in self.state.stored.values()))
         RANDOM.seed, RANDOM.step = prepared.seed, 0
         self.runner(prepared.base)
 

@@ -145,15 +145,22 @@ class Ranks:
 
     def along(self, axis: str) -> list[int]:
         """Global ranks that differ from this one on ``axis`` only ("stage": on data and tensor)."""
-        at = self.coordinates
-        if axis == "stage":
-            return [self.mesh.rank(at[PIPE], d, t) for d in range(self.mesh.data) for t in range(self.mesh.tensor)]
-        size = {PIPE: self.mesh.pipe, DATA: self.mesh.data, TENSOR: self.mesh.tensor}[axis]
-        return [self.mesh.rank(**{**at, axis: i}) for i in range(size)]
+        return lines(self.mesh, axis)[self.rank]
 
-    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A further group; only its members call this, all in the same order."""
-        return _group(ranks, self.timeout_s)
+    def stage_group(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """The ranks at this rank's place in some stages; None on other stages. Collective over all ranks."""
+        pipes = {tuple(line[stage] for stage in stages) for line in lines(self.mesh, PIPE).values()}
+        return _own_group(sorted(pipes), self.rank, self.timeout_s)
+
+
+def lines(mesh: Mesh, axis: str) -> dict[int, list[int]]:
+    """Rank -> the ranks along ``axis`` through it ("stage": all of its stage; "world": all)."""
+    fixed = {PIPE: (DATA, TENSOR), DATA: (PIPE, TENSOR), TENSOR: (PIPE, DATA), "stage": (PIPE,), "world": ()}[axis]
+    places = {rank: tuple(mesh.coordinates(rank)[other] for other in fixed) for rank in range(mesh.world_size)}
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in places.items():
+        members.setdefault(place, []).append(rank)
+    return {rank: members[place] for rank, place in places.items()}
 
 
 def connect(mesh: Mesh, timeout_s: float, device: torch.device) -> Ranks:
@@ -162,15 +169,24 @@ def connect(mesh: Mesh, timeout_s: float, device: torch.device) -> Ranks:
         return Ranks(mesh, 0, device, timeout_s)
     rank = dist.get_rank()
     alone = Ranks(mesh, rank, device, timeout_s)
-    groups = {axis: _group(alone.along(axis), timeout_s) for axis in (*RANKED, "stage")}
-    groups["world"] = _group(range(mesh.world_size), timeout_s)
+    groups = {}
+    for axis in (*RANKED, "stage", "world"):
+        own = _own_group(sorted({tuple(line) for line in lines(mesh, axis).values()}), rank, timeout_s)
+        assert own is not None
+        groups[axis] = own
     layout = torch.tensor(alone.along("stage")).view(mesh.data, mesh.tensor)
     device_mesh = DeviceMesh.from_group([groups[DATA], groups[TENSOR]], device.type, layout, mesh_dim_names=(DATA, TENSOR))
     return Ranks(mesh, rank, device, timeout_s, groups, device_mesh)
 
 
-def _group(ranks: Sequence[int] | range, timeout_s: float) -> dist.ProcessGroup:
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+def _own_group(families: Sequence[Sequence[int]], rank: int, timeout_s: float) -> dist.ProcessGroup | None:
+    """Every rank makes every group, in the same order: torch numbers groups by how many a rank has made (with
+    ``use_local_synchronization`` too, which hangs where members have made different numbers)."""
+    own = None
+    for ranks in families:
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+        own = group if rank in ranks else own
+    return own
 
 
 def check_world(world_size: int) -> None:

@@ -54,6 +54,7 @@ class StageRunner(nn.Module):
     def prepare(self, parts: Parts) -> None:
         """``parts``: per micro-batch, input name -> local tensor."""
         stage = self.stage
+        self.doing = "preparing"
         self.inputs = [tuple(part[name].to(self.device) for name in stage.inputs) for part in parts]
         self.losses, self.mutated, self.totals = [], (), ()
         if stage.prologue is not None:
@@ -166,6 +167,7 @@ class Pipeline:
         self.count = count
 
     def run(self) -> None:
+        self.stage.runner.doing = "waiting for a neighbouring stage"
         numbers = torch.arange(self.count)
         # the loss is part of the last stage; the target only satisfies the interface
         self.schedule.step(target=numbers if self.stage.is_last else None, return_outputs=False, micro=numbers)

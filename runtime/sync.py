@@ -68,11 +68,14 @@ def buckets_of(held: Iterable[Held], limit_bytes: int = BUCKET_BYTES) -> list[Bu
 class GradientSync:
     """The gradient sums of one rank's parameters."""
 
-    def __init__(self, held: Mapping[str, Held], ranks: Ranks, limit_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, held: Mapping[str, Held], ranks: Ranks, shared: Iterable[tuple[int, ...]] = (), limit_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """``shared``: the sets of stages that share a parameter, over the whole model; collective over all ranks."""
         self.ranks = ranks
         self.buckets = buckets_of(held.values(), limit_bytes)
         self.tied = sorted((h for h in held.values() if len(h.stages) > 1 and h.parameter.requires_grad), key=lambda h: h.name)
-        self.tied_groups = self._stage_groups()
+        self.tied_groups = {stages: ranks.stage_group(stages) for stages in sorted({s for s in shared if len(s) > 1})}
         self.earlier: dict[str, Tensor] = {}
         self.armed = False
         self.started = 0
@@ -80,12 +83,6 @@ class GradientSync:
             for one in bucket.held:
                 if not bucket.late:
                     one.parameter.register_post_accumulate_grad_hook(self._hook(bucket, one.name))
-
-    def _stage_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """One group per set of stages that share parameters: all ranks of the set make them, in the same order."""
-        sets = sorted({h.stages for h in self.tied})
-        pipe = self.ranks.along("pipe") if self.ranks.groups else []
-        return {stages: self.ranks.subgroup([pipe[s] for s in stages]) for stages in sets}
 
     def _hook(self, bucket: Bucket, name: str) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:

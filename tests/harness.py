@@ -130,7 +130,7 @@ def own_share(args: Any, kwargs: Any, plan: Plan) -> Any:
 
 
 def run_equal(
-    build: Build, layout: Plan | Mapping[str, Any], dtype: torch.dtype = torch.float64, steps: int = 1, timeout_s: float = 120.0,
+    build: Build, layout: Plan | Mapping[str, Any], dtype: torch.dtype = torch.float64, steps: int = 1, timeout_s: float = 90.0,
     tolerance: float | None = None, plan_options: Mapping[str, Any] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """Raises AssertionError listing the worst figures where any loss, gradient, parameter or buffer differs on any rank.
