@@ -63,4 +63,4 @@ def index(x: Tensor, indices: Sequence[Tensor | None], aligned: Sequence[tuple[i
         shape = [1] * rank
         shape[int(position)] = x.shape[int(dim)]
         full[int(dim)] = torch.arange(x.shape[int(dim)], device=x.device).view(shape)
-    return torch.ops.aten.index.Tensor(x, full)  # type: ignore[no-any-return]
+    return torch.ops.aten.index.Tensor(x, full)

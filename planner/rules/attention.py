@@ -36,12 +36,12 @@ def _heads(args: Arguments, out: tuple[int, ...], gqa: bool) -> Heads:
     sizes: dict[str, int] = {}
     if names:
         names[-1] = "h"
-    written = [_leading(shape, out[:-2], names) for shape in (query, key, value)]
+    q, k, v = (_leading(shape, out[:-2], names) for shape in (query, key, value))
     if gqa and query[-1] != key[-1]:
         sizes = {"h": key[-1], "g": query[-1] // key[-1]}
-        written[0][-1], names[-1] = "(h g)", "(h g)"
-        written[1][-1] = written[2][-1] = "h"
-    return Heads(*written, names, sizes)
+        q[-1] = names[-1] = "(h g)"
+        k[-1] = v[-1] = "h"
+    return Heads(q, k, v, names, sizes)
 
 
 def _leading(shape: tuple[int, ...], out: tuple[int, ...], names: list[str]) -> list[str]:

@@ -23,7 +23,7 @@ def causal_attention(op: Callable[..., Any], args: list[Any], kwargs: dict[str, 
     at_query = torch.arange(start, start + length, device=query.device)
     seen = torch.arange(keys, device=query.device) <= at_query[:, None]
     rest = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
-    return op(query, key[..., :keys, :], value[..., :keys, :], seen, 0.0, False, **rest)  # type: ignore[no-any-return]
+    return op(query, key[..., :keys, :], value[..., :keys, :], seen, 0.0, False, **rest)
 
 
 @kernel("grouped_heads")
@@ -39,4 +39,4 @@ def grouped_heads(op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any
         index = torch.tensor(used, device=key.device)
         key, value = key.index_select(-3, index), value.index_select(-3, index)
         given.pop("enable_gqa")
-    return op(query, key, value, **given)  # type: ignore[no-any-return]
+    return op(query, key, value, **given)

@@ -27,7 +27,7 @@ def vocab_embedding(op: Callable[..., Any], args: list[Any], kwargs: dict[str, A
     padding = int(rest.get("padding_idx", -1)) - start
     padding = padding if 0 <= padding < size and int(rest.get("padding_idx", -1)) >= 0 else -1
     rows = op(weight, local, padding, False, bool(rest.get("sparse", False)))
-    return rows.masked_fill(missing.unsqueeze(-1), 0)  # type: ignore[no-any-return]
+    return rows.masked_fill(missing.unsqueeze(-1), 0)
 
 
 @kernel("vocab_gather")
@@ -35,7 +35,7 @@ def vocab_gather(op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
     """``gather(self, dim, index)`` with the indexed dim split."""
     x, dim, index = args[0], int(args[1]), args[2]
     local, missing = own(index, info.start("v"), x.shape[dim])
-    return op(x, dim, local).masked_fill(missing, 0)  # type: ignore[no-any-return]
+    return op(x, dim, local).masked_fill(missing, 0)
 
 
 @kernel("vocab_index_select")
@@ -44,4 +44,4 @@ def vocab_index_select(op: Callable[..., Any], args: list[Any], kwargs: dict[str
     x, dim, index = args[0], int(args[1]) % args[0].dim(), args[2]
     local, missing = own(index, info.start("v"), x.shape[dim])
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
-    return op(x, dim, local).masked_fill(missing.view(shape), 0)  # type: ignore[no-any-return]
+    return op(x, dim, local).masked_fill(missing.view(shape), 0)

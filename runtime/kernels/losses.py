@@ -12,7 +12,7 @@ from torch import Tensor
 from runtime.collectives import Group
 from runtime.kernels.base import KernelInfo, kernel
 from runtime.kernels.embedding import own
-from runtime.kernels.exchange import groups_of, largest, total, wide
+from runtime.kernels.exchange import as_op_would, groups_of, largest, total, wide
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -25,7 +25,7 @@ def mean_loss(op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], i
         args[position] = SUM
     else:
         kwargs["reduction"] = SUM
-    return op(*args, **kwargs) / math.prod(size for factor, size in info.sizes.items() if factor.startswith("n"))  # type: ignore[no-any-return]
+    return op(*args, **kwargs) / math.prod(size for factor, size in info.sizes.items() if factor.startswith("n"))
 
 
 # ---------------------------------------------------------------- cross entropy over split classes
@@ -110,6 +110,11 @@ def _rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 1 else x.movedim(1, -1).reshape(-1, x.shape[1])
 
 
+def _one_target(x: Tensor) -> Tensor:
+    """A target for logits of one element."""
+    return x.new_zeros((1,) * max(0, x.dim() - 1), dtype=torch.long)
+
+
 def _given(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     return {"weight": None, "reduction": MEAN, "ignore_index": -100, "label_smoothing": 0.0} | dict(zip(names, args)) | kwargs
@@ -120,6 +125,7 @@ def vocab_cross_entropy(op: Callable[..., Any], args: list[Any], kwargs: dict[st
     """``cross_entropy_loss`` with the classes split (sum or unreduced); the same result on every rank."""
     given = _given(args, kwargs)
     logits, target, weight, smooth = given["self"], given["target"], given["weight"], float(given["label_smoothing"])
+    logits = as_op_would(op, logits, _one_target(logits))
     classes, groups = info.sizes["c"], groups_of(info)
     if target.is_floating_point():
         q = wide(_rows(target)) * (1 - smooth) + smooth / classes
@@ -136,7 +142,7 @@ def vocab_cross_entropy(op: Callable[..., Any], args: list[Any], kwargs: dict[st
 def vocab_nll_loss(op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], info: KernelInfo) -> Tensor:
     """``nll_loss`` with the classes split (sum or unreduced): every rank picks the targets that it has. A pending sum."""
     given = _given(args, kwargs)
-    x, target, weight = given["self"], given["target"], given["weight"]
+    x, target, weight = as_op_would(op, given["self"], _one_target(given["self"])), given["target"], given["weight"]
     rows = _rows(x)
     at, missing = own(target.reshape(-1), info.start("c"), rows.shape[1])
     share = (~missing & (target.reshape(-1) != given["ignore_index"])).to(rows.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from runtime.collectives import Group
 from runtime.kernels.base import KernelInfo, kernel
-from runtime.kernels.exchange import groups_of, total, wide
+from runtime.kernels.exchange import as_op_would, groups_of, total, wide
 
 
 class SplitNormalize(torch.autograd.Function):
@@ -25,7 +25,7 @@ class SplitNormalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dims: Sequence[int], count: int, eps: float, centred: bool, groups: Sequence[Group]
+        ctx: Any, x: Tensor, dims: list[int], count: int, eps: float, centred: bool, groups: Sequence[Group]
     ) -> tuple[Tensor, Tensor, Tensor]:
         w = wide(x)
         shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
@@ -50,7 +50,7 @@ class SplitNormalize(torch.autograd.Function):
 @kernel("norm")
 def norm(op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], info: KernelInfo) -> Tensor:
     """layer_norm and rms_norm, the normalised dims split; weight and bias are split along."""
-    x = args[0]
+    x = as_op_would(op, args[0], [1] * len(args[1]))
     normalized = list(range(x.dim() - len(args[1]), x.dim()))
     rest = dict(zip(("weight", "bias", "eps") if info.op == "aten.layer_norm.default" else ("weight", "eps"), args[2:])) | kwargs
     centred = info.op == "aten.layer_norm.default"
@@ -61,7 +61,7 @@ def norm(op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], info: 
     z = SplitNormalize.apply(x, normalized, count, eps, centred, groups_of(info))[0]
     if rest.get("weight") is not None:
         z = z * rest["weight"]
-    return z + rest["bias"] if rest.get("bias") is not None else z
+    return (z + rest["bias"] if rest.get("bias") is not None else z).to(x.dtype)
 
 
 @kernel("batch_norm")

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from runtime.collectives import Group
 from runtime.kernels.base import KernelInfo, kernel
-from runtime.kernels.exchange import groups_of, largest, total, wide
+from runtime.kernels.exchange import as_op_would, groups_of, largest, total, wide
 
 
-def _log_sum(x: Tensor, dim: int | Sequence[int], groups: Sequence[Group]) -> Tensor:
+def _log_sum(x: Tensor, dim: int, groups: Sequence[Group]) -> Tensor:
     """log(sum(exp(x))) over a dim and all ranks; the dim stays with size 1."""
     top = largest(x.amax(dim, keepdim=True), groups)
     top = top.masked_fill(top.isinf(), 0)  # a row of -inf, or with inf
@@ -49,4 +49,5 @@ def softmax(op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], inf
     last = args[2] if len(args) > 2 else kwargs.get("dtype")
     if info.op in ("aten._softmax.default", "aten._log_softmax.default"):
         last = torch.float32 if last else None
-    return SplitSoftmax.apply(x, dim, last or x.dtype, groups_of(info), "log_softmax" in info.op)  # type: ignore[no-any-return]
+    x = as_op_would(op, x, *args[1:])
+    return SplitSoftmax.apply(x, dim, last or x.dtype, groups_of(info), "log_softmax" in info.op)

@@ -1,9 +1,6 @@
 """What kernels say that they exchange is what they exchange."""
 
 import pytest
-import torch
-from law import SAMPLES, apart, as_tuple, backward, draw, dual
-
 import test_attention  # noqa: F401
 import test_embedding  # noqa: F401
 import test_indexing  # noqa: F401
@@ -11,10 +8,13 @@ import test_losses  # noqa: F401
 import test_moe  # noqa: F401
 import test_normalization  # noqa: F401
 import test_softmax  # noqa: F401
+import torch
+from law import SAMPLES, apart, as_tuple, backward, draw, dual
+
 from planner.mesh import Axis
 from planner.rules.base import Comm, one_axis, over_mesh
-from runtime.kernels import KERNELS
-from runtime.local_op import local_call
+from runtime.kernels import KERNELS, KernelInfo
+from runtime.local_op import local_call, resolve
 from runtime.simulate import SimulatedGroup, simulate
 
 AXES = (Axis("tensor", 2),)
@@ -69,3 +69,31 @@ def test_half_precision_statistics_are_summed_in_float32():
     from runtime.kernels.exchange import wide
 
     assert wide(torch.zeros(1, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+AUTOCAST = [
+    ("softmax", "aten.softmax.int", "d1", (1,)),
+    ("softmax", "aten.log_softmax.int", "d1", (1,)),
+    ("norm", "aten.layer_norm.default", "n0", ([8],)),
+    ("norm", "aten.rms_norm.default", "n0", ([8],)),
+    ("vocab_cross_entropy", "aten.cross_entropy_loss.default", "c", (torch.tensor([1, 0, 7]), None, 2)),
+    ("vocab_nll_loss", "aten.nll_loss.default", "c", (torch.tensor([1, 0, 7]), None, 2)),
+]
+
+
+@pytest.mark.parametrize(("name", "op", "factor", "rest"), AUTOCAST, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("enabled", [False, True], ids=["plain", "autocast"])
+def test_dtype_of_half_precision_is_that_of_the_op(name, op, factor, rest, enabled):
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    plain = resolve(op)
+    info = KernelInfo(op, (("tensor", factor),), {factor: 8, "rows": 3})
+
+    def rank(at):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            return KERNELS[name](plain, [x, *rest], {}, info)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        expected = plain(x, *rest)
+    (actual,) = simulate({"tensor": 1}, rank)
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
