@@ -61,7 +61,7 @@ class _Dims:
     graph: Graph
     joined: UnionFind = field(default_factory=UnionFind)
     whole: list[tuple[Element, str]] = field(default_factory=list)
-    """Elements that an op needs whole, and how it counts: "whole", "kernels" or "idle"."""
+    """Elements that an op needs whole, and how it counts: as which field of ``_Set``."""
     onward: dict[Element, list[Element]] = field(default_factory=dict)
     """Input element of an op -> output elements of the same factor, for ops that carry no gradient."""
     stopped: set[Element] = field(default_factory=set)
@@ -105,6 +105,8 @@ class _Dims:
                         entry.size = size
         for element, counts in self.whole:
             entry = found.get(self.joined.find(element), _Set())
+            if counts == "whole" and self.graph.spec(element[0]).shape[element[1]] != entry.size:
+                counts = "idle"  # a flattened dim (batch and sequence in one): it speaks as much about the other
             setattr(entry, counts, getattr(entry, counts) + 1)
         for node in self.graph.nodes:
             for i, spec in enumerate(node.outputs):

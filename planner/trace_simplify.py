@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from planner.errors import CaptureError
 from planner.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Arg, Node, Spec, Symbol, Value, map_values
 from planner.torch_ops import infer
+from planner.trace_index import aligned
 
 DROPPED_KWARGS = {"device", "pin_memory", "non_blocking"}
 SHAPED = {"view", "reshape", "_unsafe_view", "expand", "_reshape_alias"}
@@ -31,6 +32,7 @@ NO_GRADIENT = {
 @dataclass
 class Simplifier:
     nodes: list[Node] = field(default_factory=list)
+    by_name: dict[str, Node] = field(default_factory=dict)
     env: dict[Value, Value] = field(default_factory=dict)
     specs: dict[Value, Spec] = field(default_factory=dict)
 
@@ -51,6 +53,7 @@ class Simplifier:
     def keep(self, node: Node) -> Value:
         """Emit a node under its own name."""
         self.nodes.append(node)
+        self.by_name[node.name] = node
         for i, spec in enumerate(node.outputs):
             self.env[Value(node.name, i)] = Value(node.name, i)
             self.specs[Value(node.name, i)] = spec
@@ -118,6 +121,28 @@ def _cast(s: Simplifier, node: Node) -> object:
     return s.keep(replace(node, op="aten.to.dtype", args=(source, Symbol("dtype", spec.dtype)), kwargs=()))
 
 
+def _index(s: Simplifier, node: Node) -> object:
+    """An index that counts along its dim becomes ``shard.index``."""
+    found = aligned(node, lambda v: s.by_name[v.node])
+    if found is None:
+        return s.keep(node)
+    indices = list(found.indices)
+    given = [i for i, index in enumerate(indices) if index is not None]
+    if given and all(len(s.specs[indices[i]].shape) < found.rank for i in given):
+        shape = s.specs[indices[given[0]]].shape
+        indices[given[0]] = s.emit(node, "aten.reshape.default", (indices[given[0]], (1,) * (found.rank - len(shape)) + shape))
+    return s.keep(replace(node, op="shard.index", args=(node.args[0], tuple(indices), found.pairs), kwargs=()))
+
+
+def _neutral(s: Simplifier, node: Node) -> object:
+    """x + 0, x - 0, x * 1 and x / 1 are x."""
+    neutral = 0 if node.op.split(".")[1] in ("add", "sub") else 1
+    other = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(other, (int, float)) or isinstance(other, bool) or other != neutral or not isinstance(node.args[0], Value):
+        return s.keep(node)
+    return s.forward(node, node.args[0]) if s.specs[node.args[0]] == node.outputs[0] else s.keep(node)
+
+
 def _dropout(s: Simplifier, node: Node) -> object:
     """dropout(x, p, train): with p=0 it is nothing in either mode; with train=False it stays, so that modes can be switched."""
     return s.forward(node, node.args[0]) if node.arg(1, "p") == 0 else s.keep(node)
@@ -173,6 +198,8 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(CAN_BE_NOTHING, _maybe_nothing),
     **dict.fromkeys(CASTS, _cast),
     "broadcast_tensors": _broadcast,
+    **dict.fromkeys(("add", "sub", "mul", "div"), _neutral),
+    "index": _index,
     "dropout": _dropout,
     "feature_dropout": _dropout,
     "cross_entropy_loss": _cross_entropy,

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from planner.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Graph, Node, Value
+from planner.inputs import bind, normalise
+from planner.outputs import find_loss, rebuild
 from planner.torch_ops import concrete, dtype_of, overload
-
-
-def valid_count(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype) -> torch.Tensor:
-    valid = target != ignore_index
-    if weight is None:
-        return valid.sum().to(dtype)
-    return torch.where(valid, weight[torch.where(valid, target, 0)], torch.zeros((), dtype=weight.dtype)).sum().to(dtype)
-
-
-def batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> tuple[Any, Any, Any]:
-    new_mean = mean.clone() if mean is not None else x.new_zeros(x.shape[1])
-    new_var = var.clone() if var is not None else x.new_ones(x.shape[1])
-    stats = (new_mean, new_var) if mean is not None else (None, None)
-    y = torch.nn.functional.batch_norm(x, *stats, weight, bias, training, momentum, eps)
-    return y, new_mean, new_var
-
-
-OPS = {"shard.valid_count": valid_count, "shard.batch_norm": batch_norm}
+from planner.trace import capture
+from runtime.ops import OPS
 
 
 @contextlib.contextmanager
@@ -89,3 +76,45 @@ def compare(node: Node, outs: tuple[Any, ...]) -> None:
         if "no_grad" in node.context:
             continue  # views of a leaf report requires_grad there, though no gradient flows
         assert out.requires_grad == node.grad[i], f"{node}: output {i} requires_grad={out.requires_grad}, the graph says {node.grad[i]}"
+
+
+def assert_same(model: torch.nn.Module, inputs: Any, loss: Callable[[Any], torch.Tensor] | None = None, tolerance: float = 1e-12) -> Graph:
+    """Capture ``model`` and compare loss, outputs, gradients and buffers of graph and model. Returns the graph."""
+    twin = copy.deepcopy(model)
+    args, kwargs = normalise(inputs)
+    captured = capture(twin, inputs, loss)
+    graph = captured.graph
+    output = model(*args, **kwargs)
+    expected = loss(output) if loss is not None else find_loss(output)
+    state = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+    values = run(graph, state, bind(graph.in_spec, args, kwargs), captured.constants)
+
+    def close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+    if expected is not None:
+        assert graph.loss is not None
+        close(values[graph.loss], expected)
+        if expected.requires_grad:
+            expected.backward()
+            values[graph.loss].backward()
+    rebuilt = rebuild(graph.outputs, values, captured.output_types)
+    assert type(rebuilt) is type(output)
+    torch.testing.assert_close(_plain(rebuilt), _plain(output), rtol=tolerance, atol=tolerance)
+    for (name, mine), theirs in zip(twin.named_parameters(), model.parameters()):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None and theirs.grad is not None:
+            close(mine.grad, theirs.grad)
+    changed = dict(graph.mutations)
+    for name, buffer in model.named_buffers():
+        close(values[changed[name]] if name in changed else state[name], buffer)
+    return graph
+
+
+def _plain(item: Any) -> Any:
+    """Objects and mappings as lists of (key, value), so that they compare field by field."""
+    if hasattr(item, "items"):
+        return [_plain(value) for _, value in item.items()]
+    if isinstance(item, (tuple, list)):
+        return [_plain(value) for value in item]
+    return item.detach() if isinstance(item, torch.Tensor) else torch.tensor(hash(item) % 2**31)
