@@ -59,6 +59,9 @@ def _binds(plan: Plan) -> Iterator[str]:
         yield f"time: {kind} is the largest part, {units.seconds(value)} of {total} ({units.share(part)})"
     if plan.predicted.replicated_time_share > 0:
         yield f"ops without a rule run whole on every rank: {units.share(plan.predicted.replicated_time_share)} of the compute time"
+    split = sum(parameter.fsdp for parameter in plan.parameters)
+    if split:
+        yield f"storage of {split} of {len(plan.parameters)} parameter classes is split over data: memory is bought with gathers"
     recomputed = [f"{segment.name} ({segment.recompute})" for segment in plan.segments if segment.recompute != "none"]
     if recomputed:
         yield f"activations are recomputed in {', '.join(recomputed)}: memory is bought with time"
@@ -74,7 +77,7 @@ def _memory_binds(plan: Plan) -> str:
     if not limit:
         return text
     part = peaks[stage] / limit
-    verdict = "the limit is tight and rules out plans that store more" if part > TIGHT else "the limit does not bind this plan"
+    verdict = "the limit is tight" if part > TIGHT else "the limit is not reached"
     return f"{text} of {units.nbytes(limit)}, {units.share(part)}: {verdict}"
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from planner.show.page import fragment, page
 from rich.console import Console
 
 from planner.plan import Plan
 from planner.plan_io import write_aside
+from planner.show.page import fragment, page
 from planner.show.terminal import render
 
 __all__ = ["fragment", "page", "render", "show"]

@@ -75,7 +75,12 @@ def _what_follows(axis: int, following: Sequence[OpLine]) -> str:
 
 SUMMED = ("row-parallel: pending sum", "contraction split: pending sum", "vocabulary split: pending sum")
 TAKES_THE_LAST = {"add", "layer_norm", "rms_norm", "view", "reshape", "transpose", "to", "clone", "relu", "gelu", "silu"}
-WAYS_TO_SUM = {"I": ", then all-reduce", "R": ", then all-reduce (both ways)", "S": ", then reduce-scatter", "P": ", kept pending by the next op"}
+WAYS_TO_SUM = {
+    "I": ", then all-reduce",
+    "R": ", then all-reduce (both ways)",
+    "S": ", then reduce-scatter",
+    "P": ", kept pending by the next op",
+}
 
 
 # ---------------------------------------------------------------- readers
@@ -147,11 +152,11 @@ def _pending(line: OpLine, inputs: Types, outputs: Types) -> str | None:
     return None
 
 
-def _gathers(line: OpLine, inputs: Types, outputs: Types) -> str | None:
-    return "reads " + ", ".join(sorted({str(t) for t in inputs}))
+def _rest(line: OpLine, inputs: Types, outputs: Types) -> str | None:
+    return "whole result on every rank"
 
 
-READERS: tuple[Reader, ...] = (_norule, _whole, _weighted, _product, _embedding, _attention, _loss, _split, _pending, _gathers)
+READERS: tuple[Reader, ...] = (_norule, _whole, _weighted, _product, _embedding, _attention, _loss, _split, _pending, _rest)
 
 
 # ---------------------------------------------------------------- parameters and summaries
@@ -183,7 +188,7 @@ def summary(plan: Plan, segment: SegmentPlan) -> dict[str, list[str]]:
     for line, told in describe(plan, segment):
         for item in told:
             text = item.text
-            if text in _PLAIN or text.startswith(("split along", "rows split", "linear: passes", "reads", "pending sum over")):
+            if text in _PLAIN or text.startswith(_PLAIN_STARTS):
                 plain.setdefault(item.axis, Counter())[text] += 1
             else:
                 counts.setdefault(item.axis, Counter())[f"{line.name} {text}"] += 1
@@ -196,7 +201,8 @@ def summary(plan: Plan, segment: SegmentPlan) -> dict[str, list[str]]:
     return found
 
 
-_PLAIN = {"whole, same work on every rank", "whole on every rank", "batch split"}
+_PLAIN = {"whole, same work on every rank", "whole on every rank", "whole result on every rank", "batch split"}
+_PLAIN_STARTS = ("split along", "rows split", "linear: passes", "pending sum over")
 
 
 def mesh_line(plan: Plan) -> str:

@@ -59,6 +59,7 @@ def test_other_lines_are_refused(text: str) -> None:
         ("aten.sum.default: S(0) -> P", "pending sum over the split part"),
         ("aten.linear.default: I | I -> I", "whole, same work on every rank"),
         ("aten.linear.default: R | R -> R", "whole on every rank"),
+        ("aten.new_ones.default: S(2) -> R", "whole result on every rank"),
         ("aten.unheard_of.default: I -> I", "replicated: no rule"),
     ],
 )

@@ -17,6 +17,7 @@ from planner.show import fragment, page, render
 from planner.show.perfetto import trace
 from planner.show.timeline import ORDERS, Event, gpipe, one_f_one_b, run, timeline
 
+
 class Reader(HTMLParser):
     """Checks that tags nest, and collects attributes and text."""
 
