@@ -11,6 +11,7 @@ from planner.rules import (
     matmul,
     moe,
     normalization,
+    ordering,
     pointwise,
     pooling,
     random_ops,
@@ -25,5 +26,5 @@ from planner.rules.base import REGISTRY, Rule, Strategy, one_axis, over_mesh, ru
 __all__ = [
     "REGISTRY", "Rule", "Strategy", "one_axis", "over_mesh", "rule_of",
     "attention", "complex_ops", "convolution", "creation", "embedding", "indexing", "losses", "matmul", "moe",
-    "normalization", "pointwise", "pooling", "random_ops", "recurrent", "reductions", "softmax", "stacking", "views",
+    "normalization", "ordering", "pointwise", "pooling", "random_ops", "recurrent", "reductions", "softmax", "stacking", "views",
 ]  # fmt: skip

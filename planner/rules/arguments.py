@@ -56,9 +56,10 @@ class Arguments:
         return Strategy(self.types(inputs), tuple(outputs), factor=factor, kernel=kernel, comm=tuple(comm))
 
     def rule(self, dims: Mapping[str, Dims], out: str, linear: Sequence[str] = (), saves: Sequence[str] = (), **fields: Any) -> Rule:
-        """The rule of this call. ``linear``: terms as names; ``saves``: names of inputs, and ``out0`` and the like."""
+        """The rule of this call. ``linear``: terms as names; ``saves``: names of arguments, and ``out0`` and the like."""
         terms = [[self.at(name) for name in term.split() if self.has(name)] for term in linear]
-        kept = [name if name.startswith("out") else f"in{self.at(name)}" for name in saves if name.startswith("out") or self.has(name)]
+        kept = [name for name in saves if name.startswith("out")]
+        kept = [f"in{i}" for i, name in enumerate(self.names) if name in saves] + kept
         text = ", ".join(text or "." for text in self.dims(dims)) + " -> " + out
         return make_rule(text, self.call, linear=[term for term in terms if term], saves=tuple(kept), **fields)
 

@@ -45,7 +45,7 @@ def _pair(call: Call, schema: str, linear: tuple[str, ...]) -> Rule:
     shape = broadcast_shape(*(spec.shape for spec in call.specs))
     d = lead("d", len(shape))
     dims = {name: broadcast(args.shape(name), d, shape) for name in args.names}
-    return args.rule(dims, text(d), linear=linear, saves=() if linear else tuple(args.names), flops_per_point=2.0)
+    return args.rule(dims, text(d), linear=linear, saves=tuple(args.names) if linear else ("out0",), flops_per_point=2.0)
 
 
 _ONE = ("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")
@@ -78,6 +78,8 @@ def _transform(call: Call, over: set[int]) -> Rule:
         text(after),
         linear=("self",),
         whole=[name for name in before + after if name[0] != "d"],
+        # autograd keeps a real input to know its length
+        saves=() if call.specs[0].dtype.startswith("complex") else ("self",),
         # 5 N log2 N for a transform of N points, per point of the factors
         flops_per_point=5.0 * math.log2(max(2, points)) / math.prod(call.shape(0)[i] for i in over),
     )
@@ -106,6 +108,6 @@ def short_time_transform(call: Call) -> Rule:
         # the inverse divides by the window's own energy: linear in the signal only
         linear=("self",) if call.node.op == "aten.istft.default" else ("self window",),
         whole=[*i, *o, "w"],
-        saves=("self",),
+        saves=("self", "window"),
         flops_per_point=1.0,
     )

@@ -42,7 +42,7 @@ def embedding_bag(call: Call) -> Rule:
         {"weight": "v d", "indices": "i", "offsets": "o", "per_sample_weights": "i"},
         ", ".join(["bags d", *map(text, rest)]),
         whole=["v", "d", "i", "o", "bags", *[name for names in rest for name in names]],
-        saves=("indices", "offsets"),
+        saves=("indices", "offsets", *(f"out{k}" for k in range(1, len(rest) + 1))),
         extra=() if takes_maximum else (split_width,),
     )
 

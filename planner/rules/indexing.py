@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from planner.graph import Arg, Value
+from planner.graph import Value
 from planner.rules.arguments import Arguments, broadcast, broadcast_shape, lead, text
 from planner.rules.base import Call, Rule, rule
 from planner.sharding import P, S
@@ -28,7 +27,7 @@ def gather(call: Call) -> Rule:
     source, target, whole = _beside(shape, index, dim)
     picks = args.extra({"self": S(dim)}, (P,), source[dim], "vocab_gather")
     return args.rule(
-        {"self": text(source), "index": text(target)}, text(target), linear=("self",), whole=whole, saves=("index",), extra=(picks,)
+        {"self": text(source), "index": text(target)}, text(target), linear=("self",), whole=whole, saves=("self", "index"), extra=(picks,)
     )
 
 
@@ -108,7 +107,7 @@ def index_add(call: Call) -> Rule:
         into,
         linear=("self", "source"),
         whole=["v"] if adds else ["v", "j"],
-        saves=("index",),
+        saves=("index", "source"),
     )
 
 
@@ -126,7 +125,7 @@ def take(call: Call) -> Rule:
     """``take(self, index)``: the tensor is read as if it were flat, so all of it is whole."""
     args = Arguments(call, "self index")
     v, i = lead("v", len(args.shape("self"))), lead("i", len(args.shape("index")))
-    return args.rule({"self": text(v), "index": text(i)}, text(i), linear=("self",), whole=v, saves=("index",))
+    return args.rule({"self": text(v), "index": text(i)}, text(i), linear=("self",), whole=v, saves=("self", "index"))
 
 
 @rule("aten.take_along_dim.default")
@@ -136,7 +135,9 @@ def take_along_dim(call: Call) -> Rule:
     shape, index, dim = args.shape("self"), args.shape("indices"), call.arg(2, "dim")
     if dim is None:
         v, i = lead("v", len(shape)), lead("i", len(index))
-        return args.rule({"self": text(v), "indices": text(i)}, text(["o"]), linear=("self",), whole=[*v, *i, "o"], saves=("indices",))
+        return args.rule(
+            {"self": text(v), "indices": text(i)}, text(["o"]), linear=("self",), whole=[*v, *i, "o"], saves=("self", "indices")
+        )
     dim = int(dim) % len(shape)
     both = broadcast_shape([1 if i == dim else n for i, n in enumerate(shape)], [1 if i == dim else n for i, n in enumerate(index)])
     d = lead("d", len(shape))
@@ -147,7 +148,7 @@ def take_along_dim(call: Call) -> Rule:
         text([*d[:dim], "j", *d[dim + 1 :]]),
         linear=("self",),
         whole=["v"],
-        saves=("indices",),
+        saves=("self", "indices"),
     )
 
 
@@ -250,72 +251,3 @@ def _masked_put(call: Call, args: Arguments) -> Rule | None:
     d = lead("d", len(call.out))
     mask = text(d[: len(args.shape("indices"))])
     return args.rule({"self": text(d), "indices": [mask], "values": text(["1"] * len(args.shape("values")))}, text(d), saves=("indices",))
-
-
-# ---------------------------------------------------------------- order
-
-
-@rule("aten.topk.default")
-def topk(call: Call) -> Rule:
-    """``topk(self, k, dim, ...) -> (values, indices)``."""
-    return _ordered(call, call.arg(2, "dim", -1))
-
-
-@rule("aten.sort.default")
-def sort(call: Call) -> Rule:
-    """``sort(self, dim, descending) -> (values, indices)``."""
-    return _ordered(call, call.arg(1, "dim", -1))
-
-
-@rule("aten.sort.stable", "aten.argsort.stable")
-def stable_sort(call: Call) -> Rule:
-    """``sort(self, *, stable, dim, descending) -> (values, indices)``, ``argsort`` -> indices."""
-    return _ordered(call, dict(call.node.kwargs).get("dim", -1))
-
-
-@rule("aten.argsort.default")
-def argsort(call: Call) -> Rule:
-    """``argsort(self, dim, descending) -> indices``."""
-    return _ordered(call, call.arg(1, "dim", -1))
-
-
-def _ordered(call: Call, dim: Arg) -> Rule:
-    """The dim whose order is sought is whole; values and indices lie alike."""
-    args = Arguments(call, "self")
-    shape = args.shape("self")
-    outputs = len(call.node.outputs)
-    if not shape:
-        return args.rule({"self": "."}, ", ".join(["."] * outputs))
-    at = int(dim) % len(shape)
-    d = lead("d", len(shape))
-    before, after = [*d[:at], "v", *d[at + 1 :]], [*d[:at], "k", *d[at + 1 :]]
-    return args.rule(
-        {"self": text(before)},
-        ", ".join([text(after)] * outputs),
-        whole=["v", "k"],
-        saves=("out1",) if outputs > 1 else (),
-        # comparisons of a merge sort
-        flops_per_point=max(1.0, math.log2(max(2, shape[at]))) / call.out[at],
-    )
-
-
-@rule("aten.searchsorted.Tensor", "aten.bucketize.Tensor")
-def search_sorted(call: Call) -> Rule:
-    """``searchsorted(sorted [*, V], self [*, N])``, ``bucketize(self, boundaries [V])``: boundaries whole, with or without batch dims."""
-    bucketize = call.node.op == "aten.bucketize.Tensor"
-    args = Arguments(call, "self boundaries" if bucketize else "boundaries self out_int32 right side sorter")
-    d = lead("d", len(args.shape("self")))
-    shared = len(args.shape("boundaries")) - 1
-    boundaries = text(d[:shared], "v")
-    return args.rule(
-        {"self": text(d), "boundaries": boundaries, "sorter": boundaries}, text(d), whole=["v"] if shared == 0 else ["v", d[-1]]
-    )
-
-
-@rule("aten.histc.default")
-def histogram(call: Call) -> Rule:
-    """``histc(self, bins, min, max)``: counts add up over parts. Without limits they come from the data, and nothing splits."""
-    args = Arguments(call, "self")
-    d = lead("d", len(args.shape("self")))
-    from_data = call.arg(2, "min", 0) == call.arg(3, "max", 0)
-    return args.rule({"self": text(d)}, "bins", whole=["bins", *(d if from_data else [])])

@@ -43,7 +43,7 @@ def _split(args: Arguments, dims: Mapping[str, str], factor: str) -> tuple[Type,
     return tuple(S(tensor.index((factor,))) if (factor,) in tensor else R for tensor in tensors)
 
 
-def _pointwise(call: Call, schema: str, saves: Sequence[str] = ("self", "target")) -> Rule:
+def _pointwise(call: Call, schema: str, saves: Sequence[str] = ("self", "target", "weight", "pos_weight")) -> Rule:
     args = Arguments(call, schema)
     reduction = int(call.arg(schema.split().index("reduction"), "reduction", MEAN))
     shape = broadcast_shape(*(spec.shape for spec in call.specs))
@@ -108,7 +108,7 @@ def multi_margin_loss(call: Call) -> Rule:
     args = Arguments(call, "self target p margin weight reduction")
     rows = lead("n", len(args.shape("target")))
     dims = {"self": text(rows, "c"), "target": text(rows), "weight": "c"}
-    return _loss(args, dims, rows, int(call.arg(5, "reduction", MEAN)), whole=("c",), saves=("self", "target"))
+    return _loss(args, dims, rows, int(call.arg(5, "reduction", MEAN)), whole=("c",), saves=("self", "target", "weight"))
 
 
 @rule("aten.multilabel_margin_loss.default")
@@ -164,9 +164,16 @@ def nll_loss(call: Call) -> Rule:
     rows, full = _class_dims(args, class_dim)
     dims = {"self": full, "target": text(rows), "weight": "c"}
     if reduction == MEAN:
-        return args.rule(dims, ".", whole=["c", *rows], linear=("self",), saves=("target",))
+        return args.rule(dims, ".", whole=["c", *rows], linear=("self",), saves=("self", "target", "weight"))
     vocabulary = args.extra({"self": S(class_dim), "weight": S(0)}, (P,), "c", "vocab_nll_loss")
-    return args.rule(dims, text(rows) if reduction == NONE else ".", whole=["c"], linear=("self",), saves=("target",), extra=(vocabulary,))
+    return args.rule(
+        dims,
+        text(rows) if reduction == NONE else ".",
+        whole=["c"],
+        linear=("self",),
+        saves=("self", "target", "weight"),
+        extra=(vocabulary,),
+    )
 
 
 @rule("shard.valid_count")

@@ -47,7 +47,7 @@ def _over_last(call: Call, schema: str, reduces: int) -> Rule:
         {"input": text(b, n), "weight": text(n), "bias": text(n)},
         ", ".join([text(b, n)] + [text(b, ["1"] * normalized)] * stats),
         whole=n,
-        saves=("input",),
+        saves=("input", "weight"),
         flops_per_point=8.0,
         extra_saved_bytes_per_point=4.0 * reduces / math.prod(shape[len(b) :]),
         extra=extra,
@@ -66,7 +66,7 @@ def group_norm(call: Call) -> Rule:
         text("n", "(g c)", s),
         sizes={"g": groups, "c": shape[1] // groups},
         whole=["c", *s],
-        saves=("input",),
+        saves=("input", "weight"),
         flops_per_point=8.0,
         local_args=((1, "g"),),
     )
@@ -81,7 +81,7 @@ def native_group_norm(call: Call) -> Rule:
         {"input": text("n", "c", s), "weight": "c", "bias": "c"},
         f"{text('n', 'c', s)}, n g, n g",
         whole=["c", "g", *s],
-        saves=("input",),
+        saves=("input", "weight"),
         flops_per_point=8.0 / call.node.outputs[1].shape[1],
         local_args=((3, "n"),),
     )
@@ -99,7 +99,7 @@ def instance_norm(call: Call) -> Rule | None:
         {"input": text("n", "c", s), **dict.fromkeys(("weight", "bias", "running_mean", "running_var"), "c")},
         text("n", "c", s),
         whole=s if from_input else (),
-        saves=("input",),
+        saves=("input", "weight"),
         flops_per_point=8.0,
     )
 
@@ -133,7 +133,7 @@ def batch_norm(call: Call) -> Rule | None:
         {"input": text(dims), **dict.fromkeys(("weight", "bias", "running_mean", "running_var"), "c")},
         text(dims) + outputs,
         whole=over,
-        saves=("input",),
+        saves=("input", "weight"),
         flops_per_point=8.0,
         extra=extra,
     )

@@ -33,7 +33,7 @@ def _space_of(call: Call) -> int:
 @rule(*(f"aten.avg_pool{n}d.default" for n in _SPACES), *(f"aten.adaptive_avg_pool{n}d.default" for n in _SPACES),
       *(f"aten._adaptive_avg_pool{n}d.default" for n in (2, 3)))  # fmt: skip
 def average_pool(call: Call) -> Rule:
-    return _spatial(call, _space_of(call), linear=True)
+    return _spatial(call, _space_of(call), linear=True, saves=("input",))
 
 
 @rule(*(f"aten.max_pool{n}d.default" for n in _SPACES))
@@ -82,14 +82,6 @@ def pixel_unshuffle(call: Call) -> Rule:
     return args.rule(
         {"input": text(b, "c", "(h p)", "(w q)")}, text(b, "(c p q)", "h", "w"), linear=("input",), sizes=sizes, whole=["p", "q"]
     )
-
-
-@rule("aten.channel_shuffle.default")
-def channel_shuffle(call: Call) -> Rule:
-    """``channel_shuffle(input [N, G * C, *], groups) -> [N, C * G, *]``: the channels change places, so they stay whole."""
-    args = Arguments(call, "input")
-    s = lead("s", len(call.out) - 2)
-    return args.rule({"input": text("n", "c", s)}, text("n", "c", s), linear=("input",), whole=["c"])
 
 
 @rule("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")

@@ -42,7 +42,7 @@ def recurrent(call: Call) -> Rule:
     built = args.rule(
         dims,
         ", ".join([text(steps, _whole(call.out[-1:])), *hidden]),
-        saves=("input", "out0"),
+        saves=("input", "hx", "params", "out0"),
         kind="matmul",
         # per layer, the gates and the state of every step
         extra_saved_bytes_per_point=DTYPE_BYTES[call.node.outputs[0].dtype] * int(call.arg(4, "num_layers")) * (GATES[_cell(call)] + 1),
@@ -62,7 +62,7 @@ def recurrent_cell(call: Call) -> Rule:
         "hx": hidden if "hx" in args.lists else hidden[0],
         **{name: text(_whole(args.shape(name))) for name in ("w_ih", "w_hh", "b_ih", "b_hh") if args.has(name)},
     }
-    built = args.rule(dims, ", ".join(hidden), saves=("input", "hx"), kind="matmul",
+    built = args.rule(dims, ", ".join(hidden), saves=("input", "hx", "w_ih", "w_hh"), kind="matmul",
                       extra_saved_bytes_per_point=DTYPE_BYTES[call.node.outputs[0].dtype] * (GATES[_cell(call)] + 1))  # fmt: skip
     rows = args.shape("input")[0] if batch else 1
     return _finish(built, 2.0 * rows * (math.prod(args.shape("w_ih")) + math.prod(args.shape("w_hh"))))

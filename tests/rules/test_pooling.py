@@ -25,7 +25,6 @@ for _name, _n in {
     samples(f"aten.{_name}.vec", (_x, [7] * _n, True, None), (_x, None, False, [2.0] * _n))
 samples("aten.pixel_shuffle.default", (f(4, 24, 3, 5), 2), (f(4, 4, 3, 5), 2), (f(8, 4, 6), 2))
 samples("aten.pixel_unshuffle.default", (f(4, 3, 8, 6), 2), (f(3, 8, 6), 2))
-samples("aten.channel_shuffle.default", (f(4, 6, 5), 3))
 for _op in ("aten.grid_sampler.default", "aten.grid_sampler_2d.default"):
     samples(_op, (f(4, 5, 6, 6), f(4, 3, 7, 2), 0, 0, False))
 samples("aten.grid_sampler_3d.default", (f(4, 5, 4, 4, 4), f(4, 3, 4, 3, 3), 0, 0, False))
