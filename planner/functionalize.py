@@ -146,6 +146,7 @@ class _Pass:
     def _rebind_as_view(self, node: Node) -> None:
         """``x.unsqueeze_(1)``: the name goes to a view of what it was; memory is untouched."""
         op, variant = node.op.rsplit(".", 1)
+        variant = "int" if op == "aten.transpose_" else variant
         view = replace(node, op=f"{VIEW_METHODS_IN_PLACE[op]}.{variant}")
         self.by_name[node.name] = view
         self._plain(view)
