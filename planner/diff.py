@@ -183,6 +183,6 @@ def _number(section: str, what: str, old: float, new: float, show: Callable[[flo
 
 
 def _solver(before: Plan, after: Plan) -> Iterator[Change]:
-    yield from _fields("solver", before.solver, after.solver, ("status", "scope"))
+    yield from _fields("solver", before.solver, after.solver, ("status",))
     if before.solver.gap != after.solver.gap:
         yield Change("solver", "gap", units.share(before.solver.gap), units.share(after.solver.gap))

@@ -156,6 +156,13 @@ class Plan(Part):
     def __hash__(self) -> int:
         return hash(self.to_json())
 
+    def __repr__(self) -> str:
+        """One line; ``to_json`` is the form that parses back."""
+        step = self.predicted.step_time_s
+        return f"<Plan of {self.model.name} on {self.world_size} x {self.hardware}: {self.mesh.mesh()}, predicted step {step:.3g} s>"
+
+    __str__ = __repr__
+
     def input_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor of the global batch that the plan was made for."""
         from planner.plan_check import input_tensors

@@ -48,6 +48,11 @@ def test_input_shapes() -> None:
     assert sample_plans.plan().input_shapes() == {"tokens": (16, 32)}
 
 
+def test_repr_is_one_line() -> None:
+    shown = "<Plan of ToyTransformer on 8 x h100: pipe=2 data=2 tensor=2 microbatches=4, predicted step 0.1 s>"
+    assert repr(sample_plans.plan()) == str(sample_plans.plan()) == shown
+
+
 def test_canonical_form() -> None:
     assert TEXT.endswith("}\n") and TEXT.count("\n") == 1 and TEXT.isascii()
     assert json.dumps(json.loads(TEXT), sort_keys=True, separators=(",", ":")) + "\n" == TEXT
