@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from planner.errors import CaptureError, InputError
 from planner.functionalize import functionalize
 from planner.graph import CONSTANT, INPUT, PARAMETER, Arg, Graph, Node, Spec, Value
 from planner.inputs import build, describe, normalise
-from planner.opaque import hide
+from planner.opaque import Hidden, OpaqueCall, hide
 from planner.outputs import encode, find_loss, map_outputs, output_values
 from planner.torch_ops import spec_of
 from planner.trace_context import moved, quiet, watch_functions, without_cache
@@ -50,6 +51,8 @@ class Captured:
     """Classes of the objects among the outputs, for ``planner.outputs.rebuild``."""
     parameters: dict[str, Spec]
     """Every parameter by its canonical name, used or not."""
+    opaque: dict[str, OpaqueCall] = field(default_factory=dict)
+    """What runs the ``shard.opaque`` nodes, by their first argument."""
 
 
 def capture(
@@ -71,12 +74,14 @@ def capture(
     in_spec, tensors = describe(model, args, kwargs)
     sources = model_sources(model)
     inputs = [Node(f"x.{name}", INPUT, outputs=(spec_of(t),), grad=(False,), target=name) for name, t in tensors.items()]
-    with hide(model, opaque), without_cache(model):
-        program, found = _export(model, in_spec, tensors, loss)
+    with without_cache(model), hide(model, opaque, args, kwargs) as hidden:
+        program, found = _export(model, in_spec, tensors, loss, hidden)
     constants, placeholders, extra = placeholders_of(program, sources, inputs)
     raw = Reader([*sources.nodes, *inputs, *extra], placeholders).read(program.graph_module)
     _split_mutations(raw, program, found)
-    return _finish(raw, found, sources, constants, in_spec, batch_dims)
+    captured = _finish(raw, found, sources, constants, in_spec, batch_dims)
+    used = {node.args[0] for node in captured.graph.of("shard.opaque")}
+    return replace(captured, opaque={key: call for key, call in hidden.calls.items() if key in used})
 
 
 def _split_mutations(raw: Raw, program: Any, found: _Found) -> None:
@@ -191,7 +196,7 @@ class _Root(nn.Module):
         return flat
 
 
-def _export(model: nn.Module, in_spec: Any, tensors: Mapping[str, torch.Tensor], loss: Loss | None) -> tuple[Any, _Found]:
+def _export(model: nn.Module, in_spec: Any, tensors: Mapping[str, torch.Tensor], loss: Loss | None, hidden: Hidden) -> tuple[Any, _Found]:
     functions: dict[type, str] = {}
     state = [*model.parameters(), *model.buffers()]
     with contextlib.ExitStack() as stack:
@@ -201,12 +206,12 @@ def _export(model: nn.Module, in_spec: Any, tensors: Mapping[str, torch.Tensor],
         else:
             device = state[0].device.type if state else "cpu"
         given = [_example(t, device) for t in tensors.values()]
-        stack.enter_context(watch_functions(functions))
+        stack.enter_context(watch_functions(functions, hidden))
         stack.enter_context(quiet())
         root = _Root(model, in_spec, loss)
         try:
             program = _lower_transforms(_exported(root, given))
-        except InputError:
+        except (InputError, CaptureError):
             raise
         except Exception as error:
             root = _Root(model, in_spec, loss)
@@ -238,28 +243,33 @@ def _example(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 def _symbolic(root: _Root, given: list[torch.Tensor], first: Exception) -> Any:
     """Second try: ``torch.fx.symbolic_trace`` takes some models whose Python disturbs export. Raises CaptureError for ``first``."""
+    model = root.model
     try:
-        args, kwargs = build(root._in_spec, lambda leaf: torch.fx.Proxy)
-        tensors_only = all(item is torch.fx.Proxy for item in (*args, *kwargs.values()))
-        if not tensors_only:
-            raise CaptureError("inputs are nested")
-        inner = root.model
-        traced = torch.fx.symbolic_trace(inner)
-        root.model = traced
+        root.model = torch.fx.symbolic_trace(model)
         return _exported(root, given)
     except Exception:
+        root.model = model
         raise _export_error(root, first) from first
 
 
-def _export_error(root: nn.Module, error: Exception) -> CaptureError:
-    """Names the user's own line (the last frame outside torch), what went wrong there, and what to do."""
-    frames = [f for e in _chain(error) for f in traceback.extract_tb(e.__traceback__) if not is_library(f.filename)]
-    where = f"{short(frames[-1].filename)}:{frames[-1].lineno}" if frames else "the model"
-    code = f" in `{frames[-1].line}`" if frames and frames[-1].line else ""
+def _export_error(root: _Root, error: Exception) -> CaptureError:
+    """Names the user's own module and line (the last frame outside torch), what went wrong there, and what to do."""
+    walked = [frame for e in _chain(error) for frame in traceback.walk_tb(e.__traceback__)]
+    frames = [(frame, line) for frame, line in walked if not is_library(frame.f_code.co_filename)]
+    names = {id(module): name for name, module in root.model.named_modules()}
+    path = next((names[id(f.f_locals["self"])] for f, _ in reversed(walked) if id(f.f_locals.get("self")) in names), "")
+    where = code = ""
+    if frames:
+        frame, line = frames[-1]
+        text = linecache.getline(frame.f_code.co_filename, line).strip()
+        where = f"{short(frame.f_code.co_filename)}:{line}"
+        code = f" in `{text}`" if text else ""
     what = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    way_on = f"opaque=({path!r},)" if path else "opaque=(path,)"
     return CaptureError(
-        f"{where}{code}: the model cannot be captured as a graph ({type(error).__name__}: {what[:300]}). Where the code depends on the "
-        f"values of tensors, write it with torch.where, masks or fixed sizes, or name the submodule that holds it: opaque=(path,)"
+        f"{where or 'the model'}{code} (module {path or type(root.model).__name__!r}): the model cannot be captured as a graph "
+        f"({type(error).__name__}: {what[:300]}). Where the code depends on the values of tensors, write it with torch.where, masks or "
+        f"fixed sizes, or name the submodule that holds it: {way_on}"
     )
 
 

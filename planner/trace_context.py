@@ -12,6 +12,7 @@ import torch
 import torch.distributions
 from torch import nn
 
+from planner.opaque import Hidden
 from planner.trace_read import is_library, short
 
 
@@ -63,13 +64,13 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def watch_functions(found: dict[type, str]) -> Iterator[None]:
+def watch_functions(found: dict[type, str], hidden: Hidden) -> Iterator[None]:
     """Note every custom ``autograd.Function`` that differentiates something: export traces its forward and loses its backward."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         floats = any(isinstance(a, torch.Tensor) and (a.is_floating_point() or a.is_complex()) for a in args)
-        if floats and torch.is_grad_enabled() and cls.__module__.split(".")[0] != "torch":
+        if floats and not hidden.running and torch.is_grad_enabled() and cls.__module__.split(".")[0] != "torch":
             found.setdefault(cls, _calling_line())
         return original.__func__(cls, *args, **kwargs)
 

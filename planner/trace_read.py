@@ -15,6 +15,7 @@ import torch
 
 from planner.errors import CaptureError
 from planner.graph import Arg, Node, Spec, Symbol, Value, values_of
+from planner.opaque import OP as OPAQUE
 from planner.torch_ops import dtype_name, spec_of
 
 ROOT = "model"
@@ -115,7 +116,8 @@ class Reader:
         values = fx_node.meta.get("val")
         if values is None and not target._schema.returns:
             return None
-        return self._op(fx_node, str(target), values, env, context, module)
+        op = "shard.opaque" if str(target) == OPAQUE else str(target)
+        return self._op(fx_node, op, values, env, context, module)
 
     def _call_other(self, fx_node: Any, env: dict[Any, Any], context: str, module: str) -> Any:
         """Higher-order ops, and Python arithmetic on sizes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ def run(
     inputs: Mapping[str, torch.Tensor],
     constants: Mapping[str, torch.Tensor],
     check: bool = True,
+    opaque: Mapping[str, Any] | None = None,
 ) -> dict[Value, torch.Tensor]:
     """Every value of the graph. ``check``: shapes, dtypes and grad flags are compared with what the nodes say."""
     values: dict[Value, torch.Tensor] = {}
@@ -49,7 +50,7 @@ def run(
         elif node.op == CONSTANT:
             outs = (constants[node.target],)
         else:
-            outs = _call(node, values)
+            outs = _call(node, values, opaque or {})
         if check:
             compare(node, outs)
         for i, out in enumerate(outs):
@@ -57,8 +58,8 @@ def run(
     return values
 
 
-def _call(node: Node, values: Mapping[Value, torch.Tensor]) -> tuple[Any, ...]:
-    function = OPS.get(node.op) or overload(node.op)
+def _call(node: Node, values: Mapping[Value, torch.Tensor], opaque: Mapping[str, Any]) -> tuple[Any, ...]:
+    function = (lambda key, *rest: opaque[key](*rest)) if node.op == "shard.opaque" else OPS.get(node.op) or overload(node.op)
     args = [concrete(arg, values.__getitem__) for arg in node.args]
     kwargs = {key: concrete(arg, values.__getitem__) for key, arg in node.kwargs}
     with region(node.context):
@@ -78,16 +79,22 @@ def compare(node: Node, outs: tuple[Any, ...]) -> None:
         assert out.requires_grad == node.grad[i], f"{node}: output {i} requires_grad={out.requires_grad}, the graph says {node.grad[i]}"
 
 
-def assert_same(model: torch.nn.Module, inputs: Any, loss: Callable[[Any], torch.Tensor] | None = None, tolerance: float = 1e-12) -> Graph:
+def assert_same(
+    model: torch.nn.Module,
+    inputs: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    tolerance: float = 1e-12,
+    opaque: Sequence[str] = (),
+) -> Graph:
     """Capture ``model`` and compare loss, outputs, gradients and buffers of graph and model. Returns the graph."""
     twin = copy.deepcopy(model)
     args, kwargs = normalise(inputs)
-    captured = capture(twin, inputs, loss)
+    captured = capture(twin, inputs, loss, opaque=opaque)
     graph = captured.graph
     output = model(*args, **kwargs)
     expected = loss(output) if loss is not None else find_loss(output)
     state = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
-    values = run(graph, state, bind(graph.in_spec, args, kwargs), captured.constants)
+    values = run(graph, state, bind(graph.in_spec, args, kwargs), captured.constants, opaque=captured.opaque)
 
     def close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
