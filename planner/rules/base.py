@@ -423,4 +423,13 @@ def local_argument(what: str, shape: tuple[int, ...], parts: Mapping[str, tuple[
 def rule_of(node: Node, specs: Sequence[Spec]) -> Rule | None:
     """The rule of a node, None where there is none for its op (or for this form of it)."""
     function = REGISTRY.get(node.op)
-    return function(Call(node, tuple(specs))) if function else None
+    found = function(Call(node, tuple(specs))) if function else None
+    if found is not None and found.linear and _truth_values(found, node, specs):
+        return replace(found, linear=())
+    return found
+
+
+def _truth_values(rule_: Rule, node: Node, specs: Sequence[Spec]) -> bool:
+    """True for views and moves of booleans: they have no sum, so none is left pending."""
+    terms = [specs[i].dtype for term in rule_.linear for i in term if i < len(specs)]
+    return "bool" in terms or all(spec.dtype == "bool" for spec in node.outputs)
