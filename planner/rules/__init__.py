@@ -7,6 +7,7 @@ from planner.rules import (
     creation,
     embedding,
     indexing,
+    linalg,
     losses,
     matmul,
     moe,
@@ -25,6 +26,6 @@ from planner.rules.base import REGISTRY, Rule, Strategy, one_axis, over_mesh, ru
 
 __all__ = [
     "REGISTRY", "Rule", "Strategy", "one_axis", "over_mesh", "rule_of",
-    "attention", "complex_ops", "convolution", "creation", "embedding", "indexing", "losses", "matmul", "moe",
+    "attention", "complex_ops", "convolution", "creation", "embedding", "indexing", "linalg", "losses", "matmul", "moe",
     "normalization", "ordering", "pointwise", "pooling", "random_ops", "recurrent", "reductions", "softmax", "stacking", "views",
 ]  # fmt: skip

@@ -31,7 +31,9 @@ def constant_like(call: Call) -> Rule:
 @rule(
     "aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.linspace.default", "aten.logspace.default",
     "aten.eye.default", "aten.eye.m", "aten.tril_indices.default", "aten.triu_indices.default", "aten.scalar_tensor.default",
-    "aten.hann_window.default", "aten.hann_window.periodic", "aten.hamming_window.default", "aten.blackman_window.default",
+    "aten.hann_window.default", "aten.hann_window.periodic", "aten.hamming_window.default", "aten.hamming_window.periodic",
+    "aten.blackman_window.default", "aten.blackman_window.periodic", "aten.bartlett_window.default", "aten.kaiser_window.default",
+    "aten.fft_fftfreq.default", "aten.fft_rfftfreq.default",
 )  # fmt: skip
 def by_place(call: Call) -> Rule:
     out = numbered(call.out)

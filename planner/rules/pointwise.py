@@ -50,21 +50,25 @@ LINEAR: dict[str, Terms] = {
 
 # What autograd keeps, for the ops that keep anything: by op, or by overload where they differ.
 SAVES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(words("relu exp exp2 expm1 sigmoid tanh sqrt rsqrt reciprocal tan sinh"), ("out0",)),
+    **dict.fromkeys(words("relu exp exp2 expm1 sigmoid tanh sqrt rsqrt reciprocal tan sinh special_exp2 special_expm1"), ("out0",)),
     **dict.fromkeys(
         words("""abs absolute acos acosh asin asinh atan atanh arccos arccosh arcsin arcsinh arctan arctanh angle celu clamp clamp_max
         clamp_min clip cos cosh digamma elu erf erfc erfinv gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu lgamma log
         log10 log1p log2 logit mish nan_to_num relu6 selu silu sin sinc softplus softshrink special_expit square
-        threshold i0 special_ndtri special_entr mvlgamma polygamma"""),
+        threshold i0 special_ndtri special_entr mvlgamma polygamma special_digamma special_psi special_erf special_erfc special_erfinv
+        special_gammaln special_i0 special_log1p special_logit special_ndtr special_polygamma special_sinc"""),
         ("in0",),
     ),
     **dict.fromkeys(
         words("""mul multiply div divide true_divide pow atan2 arctan2 maximum minimum max min fmax fmin logaddexp logaddexp2
-        copysign float_power remainder fmod special_xlog1py"""), ("in0", "in1"),
+        copysign float_power remainder fmod special_xlog1py special_xlogy igamma igammac special_gammainc
+        special_gammaincc"""), ("in0", "in1"),
     ),
     "addcmul": ("in1", "in2"),
     "addcdiv": ("in1", "in2"),
-    **dict.fromkeys(words("log_sigmoid sgn special_erfcx special_i0e special_i1 special_log_ndtr copysign.Scalar"), ("in0", "out0")),
+    **dict.fromkeys(
+        words("log_sigmoid sgn special_erfcx special_i0e special_i1 special_i1e special_log_ndtr copysign.Scalar"), ("in0", "out0")
+    ),
     **dict.fromkeys(words("hypot pow.Tensor_Tensor float_power.Tensor_Tensor"), ("in0", "in1", "out0")),
     **dict.fromkeys(words("pow.Scalar float_power.Scalar"), ("in0", "out0")),
     **dict.fromkeys(words("xlogy.Tensor clamp_min.Tensor clamp_max.Tensor"), ("in0", "in1")),
@@ -82,20 +86,27 @@ clamp clamp_max clamp_min clip clone contiguous cos cosh deg2rad digamma elu erf
 hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf leaky_relu lgamma lift_fresh_copy log log10 log1p
 log2 log_sigmoid logical_not logit mish nan_to_num neg negative polygamma mvlgamma rad2deg reciprocal relu relu6 round rsqrt selu sgn
 sigmoid sign signbit silu sin sinc sinh softplus softshrink special_entr special_erfcx special_expit special_i0e special_i1
-special_log_ndtr special_ndtri sqrt square tan tanh threshold trunc"""
+special_log_ndtr special_ndtri sqrt square tan tanh threshold trunc isreal special_digamma special_erf special_erfc special_erfinv
+special_exp2 special_expm1 special_gammaln special_i0 special_i1e special_log1p special_logit special_ndtr special_polygamma special_psi
+special_round special_sinc"""
 
 # overloads -> the ops that have them
 FORMS: dict[str, str] = {
     "default": UNARY + """ logical_and logical_or logical_xor maximum minimum fmax fmin atan2 arctan2 hypot logaddexp logaddexp2 nextafter
-        heaviside floor_divide addcmul addcdiv isclose special_xlog1py""",
+        heaviside floor_divide addcmul addcdiv isclose gcd lcm igamma igammac special_gammainc special_gammaincc special_xlog1py
+        special_xlogy special_zeta""",
     "Tensor Scalar": """add sub subtract mul multiply div divide true_divide rsub eq ne lt le gt ge not_equal less less_equal greater
-        greater_equal bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ remainder fmod copysign fill lerp masked_fill""",
+        greater_equal bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__ remainder fmod copysign fill lerp
+        masked_fill""",
     "Tensor": "clamp clamp_min clamp_max clip ldexp xlogy",
     "Scalar": "floor_divide where",
     "Tensor Tensor_Scalar": "bitwise_left_shift bitwise_right_shift",
+    "Scalar_Tensor": "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift remainder",
+    "Tensor_Scalar": "isin",
     "Tensor_mode Scalar_mode": "div divide",
     "Tensor_Scalar Tensor_Tensor Scalar": "pow float_power",
     "Scalar_Other Scalar_Self": "xlogy",
+    "other_scalar self_scalar": "special_xlogy special_xlog1py special_zeta",
     "self ScalarOther ScalarSelf": "where",
     "other": "max min",
     "decimals": "round",

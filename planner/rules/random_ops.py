@@ -42,7 +42,11 @@ def drawn(call: Call) -> Rule:
     return dims_rule(call, [aligned(spec.shape, call.out) for spec in call.specs], [out], random=True)
 
 
-@rule("aten.rand_like.default", "aten.randn_like.default", "aten.randint_like.default", "aten.randint_like.low_dtype")
+@rule(
+    "aten.rand_like.default", "aten.randn_like.default", "aten.randint_like.default", "aten.randint_like.low_dtype",
+    "aten.uniform.default", "aten.exponential.default", "aten.log_normal.default", "aten.cauchy.default", "aten.geometric.default",
+    "aten.normal_functional.default",
+)  # fmt: skip
 def drawn_like(call: Call) -> Rule:
     dims = numbered(call.out)
     return dims_rule(call, [dims], [dims], random=True, extra=(Strategy((P,), (R,)),))

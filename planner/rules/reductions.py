@@ -66,14 +66,52 @@ def mean(call: Call) -> Rule:
 # ---------------------------------------------------------------- the reduced dim is whole
 
 
-@rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default", "aten.median.default")
+@rule("aten.sum_to_size.default")
+def sum_to_size(call: Call) -> Rule:
+    """What broadcasting added is summed away: leading dims, and those of size 1 in the result."""
+    shape, out = call.shape(0), call.out
+    first = len(shape) - len(out)
+    x = tuple(
+        ((f"r{i}" if i < first or out[i - first] == 1 else f"d{i}",) if size != 1 else ()) for i, size in enumerate(shape)
+    )
+    kept = tuple(dim if dim and dim[0].startswith("d") else () for dim in x[first:])
+    return dims_rule(call, [x], [kept], linear=_linear(call), flops_per_point=1.0, local_args=((1, "shape"),))
+
+
+@rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default", "aten.median.default", "aten.nanmedian.default")
 def extreme(call: Call) -> Rule:
     return reduce(call, call.arg(1, "dim"), saves=("in0", "out0"))
 
 
-@rule("aten.max.dim", "aten.min.dim", "aten.median.dim")
+@rule("aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.nanmedian.dim")
 def extreme_with_index(call: Call) -> Rule:
     return reduce(call, call.arg(1, "dim"), saves=("out1",))
+
+
+@rule("aten.mode.default")
+def mode(call: Call) -> Rule:
+    return reduce(call, call.arg(1, "dim", -1), saves=("out1",))
+
+
+@rule("aten.kthvalue.default")
+def kthvalue(call: Call) -> Rule:
+    return reduce(call, call.arg(2, "dim", -1), saves=("out1",))
+
+
+@rule("aten.aminmax.default")
+def aminmax(call: Call) -> Rule:
+    return reduce(call, dict(call.node.kwargs).get("dim"), saves=("in0", "out0", "out1"))
+
+
+@rule("aten.quantile.scalar", "aten.nanquantile.scalar")
+def quantile(call: Call) -> Rule:
+    return reduce(call, call.arg(2, "dim"), saves=("in0",))
+
+
+@rule("aten.nanmean.default")
+def nanmean(call: Call) -> Rule:
+    """How many numbers there are is known only once all are seen."""
+    return reduce(call, call.arg(1, "dim"), saves=("in0",))
 
 
 @rule("aten.argmax.default", "aten.argmin.default")
@@ -94,7 +132,7 @@ def prod(call: Call) -> Rule:
     return reduce(call, call.arg(1, "dim"), saves=("in0", "out0"))
 
 
-@rule("aten.logsumexp.default")
+@rule("aten.logsumexp.default", "aten.special_logsumexp.default")
 def logsumexp(call: Call) -> Rule:
     return reduce(call, call.arg(1, "dim"), saves=("in0", "out0"))
 
@@ -112,7 +150,7 @@ def spread(call: Call) -> Rule:
 
 @rule(
     "aten.norm.Scalar", "aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dim_dtype", "aten.norm.ScalarOpt_dtype",
-    "aten.linalg_vector_norm.default",
+    "aten.linalg_vector_norm.default", "aten.linalg_norm.default",
 )  # fmt: skip
 def norm(call: Call) -> Rule:
     return reduce(call, call.arg(2, "dim"), saves=("in0", "out0"))

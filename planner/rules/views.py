@@ -35,7 +35,10 @@ def _merges(call: Call) -> bool:
     return any(len(dim) > 1 for dim in after)
 
 
-@rule("aten.flatten.using_ints", "aten.ravel.default", "aten.unsqueeze.default", "aten.atleast_1d.default")
+@rule(
+    "aten.flatten.using_ints", "aten.ravel.default", "aten.unsqueeze.default", "aten.atleast_1d.default", "aten.atleast_2d.default",
+    "aten.atleast_3d.default",
+)  # fmt: skip
 def reshaped_by_dims(call: Call) -> Rule:
     return view_rule(call)
 
@@ -247,10 +250,11 @@ def unfold(call: Call) -> Rule:
     return through(call, [*_except(call, (dim,)), None], linear=LINEAR, kind="view")
 
 
-@rule("aten.diagonal.default")
+@rule("aten.diagonal.default", "aten.linalg_diagonal.default")
 def diagonal(call: Call) -> Rule:
     n = len(call.shape(0))
-    gone = {dim_of(call.arg(2, "dim1", 0), n), dim_of(call.arg(3, "dim2", 1), n)}
+    a, b = (0, 1) if call.node.op == "aten.diagonal.default" else (-2, -1)
+    gone = {dim_of(call.arg(2, "dim1", a), n), dim_of(call.arg(3, "dim2", b), n)}
     return through(call, [*(i for i in range(n) if i not in gone), None], linear=LINEAR, kind="view")
 
 

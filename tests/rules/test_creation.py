@@ -28,7 +28,12 @@ samples("aten.triu_indices.default", (4, 4, 1))
 samples("aten.scalar_tensor.default", (2.0,))
 for _name in ("hann_window.default", "hamming_window.default", "blackman_window.default"):
     samples(f"aten.{_name}", (8,))
-samples("aten.hann_window.periodic", (8, False))
+for _name in ("hann", "hamming", "blackman"):
+    samples(f"aten.{_name}_window.periodic", (8, False))
+samples("aten.bartlett_window.default", (8,))
+samples("aten.kaiser_window.default", (8,))
+samples("aten.fft_fftfreq.default", (8,))
+samples("aten.fft_rfftfreq.default", (8,))
 
 OPS = ops_here(BEFORE)
 

@@ -34,20 +34,22 @@ DOMAINS = {
     **dict.fromkeys(words("acosh arccosh"), above_one),
     **dict.fromkeys(words("acos arccos asin arcsin atanh arctanh erfinv"), unit),
     **dict.fromkeys(words("digamma lgamma log log10 log2 log1p reciprocal rsqrt sqrt polygamma special_entr special_log_ndtr"), positive),
-    **dict.fromkeys(words("logit special_ndtri"), probability),
+    **dict.fromkeys(words("logit special_logit special_ndtri"), probability),
+    **dict.fromkeys(words("special_digamma special_gammaln special_log1p special_psi"), positive),
+    "special_erfinv": unit,
     "mvlgamma": lambda x: x.abs() + 3.0,
 }
 FURTHER = {
     "clamp": (-0.5, 0.5), "clip": (None, 0.5), "clamp_max": (0.5,), "clamp_min": (0.0,), "threshold": (0.1, -2.0), "mvlgamma": (2,),
     "hardtanh": (-0.5, 0.5), "gelu": (), "elu": (0.7,), "leaky_relu": (0.2,), "softplus": (2.0, 20.0), "logit": (1e-3,),
-    "softshrink": (0.3,),
+    "special_logit": (1e-3,), "softshrink": (0.3,),
 }  # fmt: skip
 INTEGER = ("bitwise_not",)
 for _name in UNARY.split():
     _op = f"aten.{_name}.default"
     if _name in INTEGER:
         samples(_op, (ints(*SHAPE),), (bools(*SHAPE),))
-    elif _name == "polygamma":
+    elif _name in ("polygamma", "special_polygamma"):
         samples(_op, (1, f(*SHAPE, make=positive)))
     else:
         samples(_op, (f(*SHAPE, make=DOMAINS.get(_name)), *FURTHER.get(_name, ())))
@@ -71,11 +73,20 @@ pairs("aten.mul.Tensor", mesh=True)
 pairs("aten.multiply.Tensor")
 for _op in words("div divide true_divide"):
     pairs(f"aten.{_op}.Tensor", positive)
-for _op in words("maximum minimum fmax fmin logaddexp logaddexp2 hypot atan2 arctan2 nextafter heaviside special_xlog1py isclose"):
-    if _op in ("nextafter", "heaviside", "isclose"):
-        samples(f"aten.{_op}.default", (fixed(8, 7), fixed(7)))
-    else:
-        pairs(f"aten.{_op}.default", positive)
+for _op in words("maximum minimum fmax fmin logaddexp logaddexp2 hypot atan2 arctan2 special_xlog1py special_xlogy"):
+    pairs(f"aten.{_op}.default", positive)
+for _op in words("nextafter heaviside isclose"):
+    samples(f"aten.{_op}.default", (fixed(8, 7), fixed(7)))
+for _op in words("igamma igammac special_gammainc special_gammaincc"):
+    samples(f"aten.{_op}.default", (fixed(8, 7, make=positive), f(7, make=positive)))
+for _op in words("gcd lcm"):
+    samples(f"aten.{_op}.default", (ints(8, 7), ints(7, low=1)))
+samples("aten.special_zeta.default", (fixed(8, 7, make=above_one), fixed(7, make=positive)))
+for _op in words("special_xlogy special_xlog1py"):
+    samples(f"aten.{_op}.other_scalar", (f(8, 7), 2.0))
+    samples(f"aten.{_op}.self_scalar", (2.0, f(8, 7, make=positive)))
+samples("aten.special_zeta.other_scalar", (fixed(8, 7, make=above_one), 2.0))
+samples("aten.special_zeta.self_scalar", (2.0, fixed(8, 7, make=positive)))
 for _op in ("max.other", "min.other", "copysign.Tensor", "xlogy.Tensor", "remainder.Tensor", "fmod.Tensor", "ldexp.Tensor"):
     pairs(f"aten.{_op}", positive, PAIRS[:3])
 for _op in ("pow.Tensor_Tensor", "float_power.Tensor_Tensor"):
@@ -96,6 +107,12 @@ for _op in words("bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__"):
 for _op in ("left", "right"):
     samples(f"aten.bitwise_{_op}_shift.Tensor", (ints(8, 7, low=0), ints(7, low=0, high=4)))
     samples(f"aten.bitwise_{_op}_shift.Tensor_Scalar", (ints(8, 7, low=0), 2))
+    samples(f"aten.bitwise_{_op}_shift.Scalar_Tensor", (5, ints(8, 7, low=0, high=4)))
+    samples(f"aten.__{_op[0]}shift__.Tensor", (ints(8, 7, low=0), ints(7, low=0, high=4)))
+    samples(f"aten.__{_op[0]}shift__.Scalar", (ints(8, 7, low=0), 2))
+for _op in ("bitwise_and", "bitwise_or", "bitwise_xor", "remainder"):
+    samples(f"aten.{_op}.Scalar_Tensor", (5, ints(8, 7, low=1)))
+samples("aten.isin.Tensor_Scalar", (ints(8, 7), 3))
 
 # ---------------------------------------------------------------- with a scalar
 

@@ -33,6 +33,11 @@ samples("aten.normal.Tensor_Tensor", (fixed(8, 7), fixed(8, 7, make=torch.zeros_
 for _name in ("rand", "randn"):
     samples(f"aten.{_name}_like.default", (f(8, 7),), values=False)
     samples(f"aten.{_name}.default", ((8, 7),), values=False)
+for _name in ("exponential", "log_normal", "cauchy"):
+    samples(f"aten.{_name}.default", (fixed(8, 7),), values=False)
+samples("aten.uniform.default", (fixed(8, 7), 0.5, 0.5))
+samples("aten.normal_functional.default", (fixed(8, 7), 1.5, 0.0))
+samples("aten.geometric.default", (fixed(8, 7), 0.5), values=False)
 samples("aten.randint_like.default", (ints(8, 7), 1))
 samples("aten.randint_like.low_dtype", (ints(8, 7), 3, 4))
 samples("aten.randint.default", (1, (8, 7)))

@@ -27,9 +27,11 @@ samples("aten.mean.dim", (f(8, 7, 4), (1,)), (f(8, 7, 4), (0, -1), True), (f(8, 
 samples("aten.mean.dim", (f(8, 7), (0,)), dtype=torch.float32)
 samples("aten.mean.default", (f(8, 7),), dtype=torch.float32)
 
+samples("aten.sum_to_size.default", (f(6, 8, 7), (8, 1)), (f(8, 7), (8, 7)), (f(8, 7), (7,)))
+samples("aten.nanmean.default", (f(8, 7), (1,)), (f(8, 7),))
 for _name in ("amax", "amin"):
     samples(f"aten.{_name}.default", (f(8, 7), (1,)), (f(8, 7), (0,), True), (f(8, 7),))
-for _name in ("max", "min", "median"):
+for _name in ("max", "min", "median", "nanmedian"):
     samples(f"aten.{_name}.default", (f(8, 7),))
     samples(f"aten.{_name}.dim", (f(8, 7), 1), (f(8, 7), 0, True))
 for _name in ("argmax", "argmin"):
@@ -39,9 +41,16 @@ for _name in ("any", "all"):
     samples(f"aten.{_name}.dim", (bools(8, 7), 1), (bools(8, 7), 0, True))
     samples(f"aten.{_name}.dims", (bools(8, 7, 4), (0, 2)))
     samples(f"aten._is_{_name}_true.default", (bools(8, 7),))
+samples("aten.mode.default", (f(8, 7),), (f(8, 7), 0, True))
+samples("aten.kthvalue.default", (f(8, 7), 2), (f(8, 7), 3, 0, True))
+samples("aten.aminmax.default", (f(8, 7),))
+samples("aten.aminmax.default", (f(8, 7),), dim=1, keepdim=True)
+for _name in ("quantile", "nanquantile"):
+    samples(f"aten.{_name}.scalar", (f(8, 7), 0.3, 1), (f(8, 7), 0.5))
 samples("aten.prod.default", (f(4, 3),))
 samples("aten.prod.dim_int", (f(8, 7), 1), (f(8, 7), 0, True))
-samples("aten.logsumexp.default", (f(8, 7), (1,)), (f(8, 7), (0, 1), True))
+for _name in ("logsumexp", "special_logsumexp"):
+    samples(f"aten.{_name}.default", (f(8, 7), (1,)), (f(8, 7), (0, 1), True))
 for _name in ("var", "std", "var_mean", "std_mean"):
     samples(f"aten.{_name}.default", (f(8, 7),), (f(8, 7), False))
     samples(f"aten.{_name}.dim", (f(8, 7), (1,)), (f(8, 7), (0,), False, True))
@@ -50,6 +59,7 @@ samples("aten.norm.Scalar", (f(8, 7),))
 samples("aten.norm.ScalarOpt_dim", (f(8, 7), 2, (1,)), (f(8, 7), 1, (0,), True))
 samples("aten.norm.ScalarOpt_dim_dtype", (f(8, 7), 2, (1,), False), dtype=torch.float64)
 samples("aten.norm.ScalarOpt_dtype", (f(8, 7), 2), dtype=torch.float64)
+samples("aten.linalg_norm.default", (f(8, 7), 2, (1,)), (f(8, 7),), (f(4, 8, 7), 2, (-2, -1)))
 samples("aten.linalg_vector_norm.default", (f(8, 7), 2, (1,)), (f(8, 7), 1, (0,), True), (f(8, 7),))
 
 samples("aten.cumsum.default", (f(8, 7), 1), (f(8, 7), 0), (bools(8, 7), -1))
@@ -72,7 +82,10 @@ def test_law(op):
     check(op)
 
 
-COMPOSITE = ("aten.cosine_similarity.default", "aten.pairwise_distance.default", "aten._weight_norm.default")
+COMPOSITE = (
+    "aten.cosine_similarity.default", "aten.pairwise_distance.default", "aten._weight_norm.default", "aten.nanmean.default",
+    "aten.quantile.scalar", "aten.nanquantile.scalar",
+)  # fmt: skip
 """Ops that autograd sees the parts of: the rule tells of their inputs only."""
 
 
