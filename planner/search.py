@@ -18,10 +18,10 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cost_models import HardwareProfile
-from planner.candidates import Bounds, Candidate, Pins, candidates, relieved
+from planner.candidates import Batch, Bounds, Candidate, Pins, candidates, relieved
 from planner.costs import Precision, Pricer
 from planner.errors import BatchError, InfeasibleError
 from planner.evaluate import Bill, evaluate, least
@@ -38,7 +38,7 @@ from planner.plan import SolverReport
 from planner.prepare import cut_stages, parameter_floor, repeated_classes
 from planner.rules.base import Strategy
 from planner.scarcity import explain_infeasible
-from planner.strategies import Catalogue
+from planner.strategies import SPARED, Catalogue
 from planner.tables import Builder, Options, Tables
 
 GAP = 1e-4
@@ -106,9 +106,11 @@ class _Search:
         self.fold = Fold(self.graph, self.request.optimizer.trains)
         self.catalogue = Catalogue(self.fold)
         self.bounds = Bounds(self.catalogue, self.profile, self.request.precision)
+        size = Batch.of(self.graph).size
+        self.batch_divisor = next((n for n in range(2, size + 1) if size % n == 0), 1)
         self.order = itertools.count()
         self.micro: dict[int, Mapping[str, Strategy] | BatchError] = {}
-        self.data: dict[int, Mapping[int, Strategy]] = {}
+        self.natural: dict[int, Mapping[int, Strategy]] = {}
         self.built: dict[Candidate, tuple[Tables, tuple[int, ...], Layout]] = {}
         self.seen: set[Candidate] = set()
         self.queue: list[tuple[float, int, Candidate]] = []
@@ -177,7 +179,10 @@ class _Search:
         pricer = Pricer(self.profile, mesh, request.precision, request.optimizer.trains)
         recompute = {} if candidate.recompute == "none" else dict.fromkeys(repeated_classes(self.fold), candidate.recompute)
         options = Options(request.optimizer, candidate.schedule, request.memory_limit, recompute, request.pins.zero)
-        builder = Builder(self.catalogue, pricer, options, self.micro_of(mesh), self.data_of(mesh))
+        # with both axes, ops follow the batch on the data axis: searching the product of both would take long and find little
+        data = self.natural_of(mesh.data) if mesh.data > 1 and mesh.tensor > 1 else {}
+        batch = {i: strategy.factor for i, strategy in self.natural_of(self.batch_divisor).items() if strategy.factor}
+        builder = Builder(self.catalogue, pricer, options, self.micro_of(mesh), data, batch)
         stages = cut_stages(builder)
         layout = self.fold.lay(stages, mesh.pipe)
         return builder.tables(layout), stages, layout
@@ -196,21 +201,19 @@ class _Search:
             raise found
         return found
 
-    def data_of(self, mesh: Mesh) -> Mapping[int, Strategy]:
-        """With data and tensor axis together, ops follow the batch on the data axis: the product of both would be searched in vain."""
-        if mesh.data == 1 or mesh.tensor == 1:
-            return {}
-        if mesh.data not in self.data:
-            self.data[mesh.data] = natural_on_data(self.catalogue, mesh.data)
-        return self.data[mesh.data]
+    def natural_of(self, ranks: int) -> Mapping[int, Strategy]:
+        """Op class -> the strategy that follows the batch over an axis of ``ranks``."""
+        if ranks not in self.natural:
+            self.natural[ranks] = natural_on_data(self.catalogue, ranks)
+        return self.natural[ranks]
 
     def solve(self, candidate: Candidate, bound: float) -> Found:
         tables, stages, layout = self.built[candidate]
-        problem = tables.problem
-        contraction = contract(problem)
+        contraction = contract(tables.problem)
         solved = self.optimise(contraction, bound)
         if isinstance(solved, str):
             return Found(candidate, math.inf, why=solved)
+        problem = tables.problem
         choice, bill, proved = solved
         if choice is not None and bill is not None and bill.fits(problem.memory_limit):
             return Found(candidate, proved, bill, choice, tables, stages, layout)
@@ -230,8 +233,7 @@ class _Search:
     def optimise(self, contraction: Contraction, bound: float, bounded: bool = False) -> tuple[Choice | None, Bill | None, float] | str:
         """(choice, its bill, proved bound); a text where there is no legal choice."""
         problem = contraction.problem
-        free = Contraction(problem.with_limit(math.inf), contraction.clusters, contraction.internal)
-        formulation = formulate(contraction if bounded else free)
+        formulation = formulate(contraction if bounded else replace(contraction, problem=problem.without_memory_limit()))
         solution = solve(formulation.program, max(0.5, self.left()), GAP)
         self.solved += 1
         if solution.status == "infeasible":
@@ -286,7 +288,9 @@ class _Search:
             f"{len(everything)} candidates (mesh shape, micro-batches, recomputation) over {len(shapes)} mesh shapes pipe x data x tensor: "
             f"{', '.join('x'.join(map(str, s)) for s in shapes)}; "
             f"{len(self.tried)} solved or found impossible, {pruned} ruled out by their bound. "
-            "Views and unary ops take the sharding of their neighbour; stages are cut by the cheapest strategies' time"
+            f"Every axis divides the ops that make up {1 - SPARED:.0%} of the FLOPs. "
+            "Views and unary ops take the sharding of their neighbour; stages are cut by the cheapest strategies' time; "
+            "only the data axis splits the batch"
         )
         if any(f.candidate.mesh.data > 1 and f.candidate.mesh.tensor > 1 for f in everything):
             text += "; with a data and a tensor axis, ops follow the batch on the data axis"

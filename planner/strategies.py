@@ -1,7 +1,11 @@
 """The strategies of every op class on a mesh.
 
-On the axis of micro-batches the strategy of each op is given (``planner.micro``); over the data and the tensor axis every legal
-product is open, or, in a ``narrow`` search, on the data axis only the one that follows the batch.
+On the axis of micro-batches the strategy of each op is given (``planner.micro``). What is open over the data and the tensor axis:
+
+* With one of them, every legal strategy; with both, ops follow the batch on the data axis and are open on the tensor axis.
+* Only the data axis splits the batch: on the tensor axis that would be the plan of another mesh.
+* Ranks are there to divide the work. The matmul-like ops that make up all but ``SPARED`` of the FLOPs are split over every axis that
+  they can be split over; without this the fastest plan of a tiny model would be that every rank runs all of it.
 """
 
 from __future__ import annotations
@@ -13,9 +17,12 @@ from dataclasses import dataclass, field
 import planner.rules  # noqa: F401 - registers every rule
 from planner.fold import BUFFER_SINK, LOSS, Fold, OpClass
 from planner.graph import INPUT, Spec
-from planner.mesh import DATA, MICRO, Mesh
+from planner.mesh import DATA, MICRO, TENSOR, Axis, Mesh
 from planner.rules.base import MeshStrategy, Rule, Strategy, one_axis, over_mesh, replicated, rule_of
 from planner.sharding import I, P, R, S, Sharding, Type
+
+MATMUL_LIKE = ("matmul", "attention", "conv")
+SPARED = 0.1
 
 
 @dataclass
@@ -42,6 +49,22 @@ class Catalogue:
     def without_rule(self) -> tuple[OpClass, ...]:
         return tuple(op for op in self.fold.ops if op.index in self.rules and self.rules[op.index] is None)
 
+    @functools.cached_property
+    def heavy(self) -> frozenset[int]:
+        """The op classes that must be split: matmul-like, without the smallest that together make up ``SPARED`` of the FLOPs."""
+        flops = {
+            op.index: rule.flops * len(op.members)
+            for op in self.fold.ops
+            if (rule := self.rules.get(op.index)) is not None and rule.kind in MATMUL_LIKE
+        }
+        left, found = SPARED * sum(flops.values()), set(flops)
+        for index in sorted(flops, key=lambda i: (flops[i], i)):
+            left -= flops[index]
+            if left < 0:
+                break
+            found.discard(index)
+        return frozenset(found)
+
     def one_axis(self, op: OpClass, ranks: int) -> tuple[Strategy, ...]:
         """Every legal strategy over one ranked axis."""
         key = (op.index, ranks)
@@ -54,9 +77,11 @@ class Catalogue:
                 self._one_axis[key] = one_axis(rule, grad_in, grad_out, ranks)
         return self._one_axis[key]
 
-    def over(self, op: OpClass, mesh: Mesh, micro: Mapping[str, Strategy], data: Mapping[int, Strategy]) -> list[MeshStrategy]:
+    def over(
+        self, op: OpClass, mesh: Mesh, micro: Mapping[str, Strategy], data: Mapping[int, Strategy], batch: Mapping[int, str]
+    ) -> list[MeshStrategy]:
         """Every strategy over the mesh. ``micro``: node -> its strategy over micro-batches; ``data``: op class -> the only strategy
-        allowed on the data axis, where one is."""
+        allowed on the data axis, where one is; ``batch``: op class -> the factor that is its batch, which only the data axis splits."""
         per_axis: list[tuple[Strategy, ...]] = []
         for axis in mesh.axes:
             if axis.name == MICRO:
@@ -64,8 +89,17 @@ class Catalogue:
             elif axis.name == DATA and op.index in data:
                 per_axis.append((data[op.index],))
             else:
-                per_axis.append(self.one_axis(op, axis.size))
+                per_axis.append(self._open(op, axis, batch.get(op.index, "")))
         return over_mesh(self.rules[op.index], per_axis, mesh.sizes)
+
+    def _open(self, op: OpClass, axis: Axis, batch: str) -> tuple[Strategy, ...]:
+        """What is tried on one ranked axis; ``batch``: the factor that is the op's batch."""
+        every = self.one_axis(op, axis.size)
+        if axis.name == TENSOR and batch:
+            every = tuple(s for s in every if s.factor != batch)
+        if op.index in self.heavy:
+            every = tuple(s for s in every if s.factor) or every
+        return every
 
 
 def source_sharding(fold: Fold, op: OpClass, mesh: Mesh) -> Sharding:

@@ -15,10 +15,8 @@ from planner.ilp.problem import QUANTITIES, Array, Op, Peak, Problem, Q, Reading
 from planner.memory import Optimizer, Storage, Unit, gathered_bytes, storage_cost, storages
 from planner.rules.base import MeshStrategy, Strategy
 from planner.sharding import Sharding, show
-from planner.strategies import Catalogue, sink_sharding, source_sharding
+from planner.strategies import MATMUL_LIKE, Catalogue, sink_sharding, source_sharding
 
-MATMUL_LIKE = ("matmul", "attention", "conv")
-"""Kinds of ops whose results a selective recomputation keeps."""
 Label = MeshStrategy | Storage | Sharding
 """What a strategy index of an op class means: of an op, of a parameter, of another source or a sink."""
 
@@ -51,6 +49,7 @@ class Builder:
     options: Options
     micro: Mapping[str, Strategy]
     data: Mapping[int, Strategy] = field(default_factory=dict)
+    batch: Mapping[int, str] = field(default_factory=dict)
     _types: dict[Sharding, int] = field(default_factory=dict)
     _conversions: dict[tuple[object, ...], Array | None] = field(default_factory=dict)
 
@@ -100,7 +99,7 @@ class Builder:
             return (sink_sharding(self.fold, op, mesh, self.micro),)
         if op.node.is_source:
             return (source_sharding(self.fold, op, mesh),)
-        return tuple(self.catalogue.over(op, mesh, self.micro, self.data))
+        return tuple(self.catalogue.over(op, mesh, self.micro, self.data, self.batch))
 
     def _storages(self, op: OpClass, labels: Mapping[int, tuple[Label, ...]]) -> tuple[Storage, ...]:
         tensor = self.fold.tensor_at[op.index, 0]

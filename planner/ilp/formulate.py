@@ -4,14 +4,14 @@ Variables
     x[v,s]   1 if cluster v runs strategy s. A cluster with one strategy has none.
     y[o,τ]   sum of x[v,s] over the s that make output o in type τ; z[i,σ]: the same for inputs wanted in σ. (A variable of its own,
              tied by one row, where the sum is long.)
-    w[g,j,σ] group g converts its tensor to σ from one of the types in class j: those whose conversion to σ costs the same
+    f[i,τ,σ] 1 if reader i gets its tensor made in τ and reads it in σ;  w[g,τ,σ]: some reader of group g does, so it is converted
     m[g,σ]   group g keeps a copy in type σ for the backward
     T[k], Tmax, E, W[k]   time per micro-batch of stage k, the largest, the end of the step, the largest peak of memory
 
 Rows
     (1) sum_s x[v,s] = 1
-    (2) z[i,σ] <= sum of y[o,τ] over the τ that cost nothing to convert to σ  +  sum_j w[g,j,σ]      for every reader i of g
-    (3) w[g,j,σ] <= sum of y[o,τ] over τ in class j
+    (2) sum_σ f[i,τ,σ] = y[o,τ],  sum_τ f[i,τ,σ] = z[i,σ]          for every reader i of tensor o; no f where there is no conversion
+    (3) w[g,τ,σ] >= f[i,τ,σ]                                      for every reader i of group g; with one reader w is f
     (4) m[g,σ] >= z[i,σ] for every reader that saves it, >= y[o,σ] if the producer does   (- y[o,σ] where the one made is free)
     (5) T[k] >= X + C + share G;  T[k] >= X + G;  Tmax >= T[k]         X, C, G: affine in x and w, see ``planner.evaluate``
     (6) E >= optimizer[k] + sync[k], or with overlapping buckets >= optimizer + hidden sync and >= optimizer + sync - backward
@@ -130,9 +130,7 @@ class _Writer:
     def add_tensor(self, index: int, tensor: Tensor) -> None:
         made = sorted(set(self.contraction.makes(tensor.producer).tolist()))
         for reading in tensor.readings:
-            uses = [(use, set(self.contraction.wants(use).tolist())) for use in reading.readers]
-            for target in sorted(set().union(*(types for _, types in uses))):
-                self.add_conversions(tensor, reading, made, target, [use for use, types in uses if target in types])
+            self.add_conversions(tensor, reading, made)
             if self.bounded and reading.count.any():
                 saved = self.saved(tensor, reading.saving)
                 for k in np.flatnonzero(reading.count):
@@ -145,33 +143,47 @@ class _Writer:
                 self.totals[Q["forward_comm"]][k + 1].plus(sent, forward * float(tensor.crossings[k]))
             self.totals[Q["conversions"]][k].constant += float(tensor.crossings[k])
 
-    def add_conversions(self, tensor: Tensor, reading: Reading, made: Sequence[int], target: int, readers: Sequence[Use]) -> None:
-        """Rows (2) and (3) of one target type."""
-        free = Affine()
-        classes: dict[bytes, tuple[Array, list[Affine]]] = {}
-        for source in made:
+    def add_conversions(self, tensor: Tensor, reading: Reading, made: Sequence[int]) -> None:
+        """Rows (2) and (3): flows of every reader, and what they share."""
+        flows: dict[tuple[int, int], list[Affine]] = {}
+        for use in reading.readers:
+            for pair, flow in self.flow(tensor, made, use).items():
+                flows.setdefault(pair, []).append(flow)
+        for (source, target), needs in flows.items():
             cost = tensor.convert[tensor.made.index(source), tensor.wanted.index(target)]
-            y = self.indicator("makes", tensor.producer, source)
-            if not np.isfinite(cost).all():
-                continue
             if reading.again:
                 cost = twice(cost)
             if source == target or not cost.any() or not reading.count.any():
-                free.plus(y)
-            else:
-                classes.setdefault(cost.tobytes(), (cost, []))[1].append(y)
-        covered = free
-        for cost, sources in classes.values():
-            w = self.program.variable()
-            converted = Affine(0.0, {w: 1.0})
-            self.program.at_least(total(sources).plus(converted, -1.0), 0.0)  # (3)
-            covered = covered.copy().plus(converted)
+                continue
+            shared = needs[0]
+            if len(needs) > 1:
+                shared = Affine(0.0, {self.program.variable(): 1.0})
+                for need in needs:
+                    self.program.at_least(shared.copy().plus(need, -1.0), 0.0)  # (3)
             for q in np.flatnonzero(cost):
                 for k in np.flatnonzero(reading.count):
-                    self.totals[q][k].plus(converted, float(cost[q] * reading.count[k]))
-        for use in readers:
-            wanted = self.indicator("wants", use, target)
-            self.program.at_least(covered.copy().plus(wanted, -1.0), 0.0, f"{tensor.name} as {self.problem.types[target]}")  # (2)
+                    self.totals[q][k].plus(shared, float(cost[q] * reading.count[k]))
+
+    def flow(self, tensor: Tensor, made: Sequence[int], use: Use) -> dict[tuple[int, int], Affine]:
+        """f[i,τ,σ] of one reader (2), for the conversions that exist."""
+        wanted = sorted(set(self.contraction.wants(use).tolist()))
+        y = {source: self.indicator("makes", tensor.producer, source) for source in made}
+        z = {target: self.indicator("wants", use, target) for target in wanted}
+        finite = np.isfinite(tensor.convert).all(2)
+        legal = [(s, t) for s in made for t in wanted if finite[tensor.made.index(s), tensor.wanted.index(t)]]
+        why = f"{tensor.name} of {' '.join(self.problem.types[s] for s in made)} as {' '.join(self.problem.types[t] for t in wanted)}"
+        if len(made) == 1 or len(wanted) == 1:
+            free = z if len(made) == 1 else y
+            for one, indicator in free.items():
+                if not any(one == (t if len(made) == 1 else s) for s, t in legal):
+                    self.program.at_most(indicator, 0.0, why)
+            return {(s, t): free[t if len(made) == 1 else s] for s, t in legal}
+        flows = {pair: Affine(0.0, {self.program.variable(): 1.0}) for pair in legal}
+        for source in made:
+            self.program.exactly(total(f for (s, _), f in flows.items() if s == source).plus(y[source], -1.0), 0.0, why)
+        for target in wanted:
+            self.program.exactly(total(f for (_, t), f in flows.items() if t == target).plus(z[target], -1.0), 0.0, why)
+        return flows
 
     # ------------------------------------------------------------ memory
 

@@ -139,8 +139,8 @@ class Problem:
     fixed: Array = field(default_factory=lambda: np.zeros((len(QUANTITIES), 1)))
     """[quantity, stage]: what no choice changes."""
 
-    def with_limit(self, limit: float) -> Problem:
-        return replace(self, memory_limit=limit)
+    def without_memory_limit(self) -> Problem:
+        return replace(self, memory_limit=float("inf"))
 
 
 Choice = tuple[int, ...]

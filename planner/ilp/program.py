@@ -70,7 +70,11 @@ class Program:
     def at_most(self, expression: Affine, bound: float, why: str = "") -> None:
         self.at_least(expression.scaled(-1.0), -bound, why)
 
-    def exactly(self, expression: Affine, bound: float) -> None:
+    def exactly(self, expression: Affine, bound: float, why: str = "") -> None:
+        if not expression.terms:
+            if abs(expression.constant - bound) > 1e-9:
+                self.infeasible = self.infeasible or why or "a constant row"
+            return
         self.rows.append(Row(expression.terms, bound - expression.constant, bound - expression.constant))
 
     @property
