@@ -5,6 +5,7 @@ Exit codes: 0 ok, 2 usage, 3 infeasible, 4 invalid plan, 5 a worker failed. Erro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from planner.cli_parts import guarded, load_target, parse_counts, parse_layout
+from planner.cli_parts import guarded, load_target, parse_counts, parse_layout, stdout_for_json
 from planner.errors import BatchError, InfeasibleError, InputError, WorkerError
 from planner.plan import Plan
 from planner.plan_io import load_plan, write_aside
@@ -73,7 +74,8 @@ def plan_command(
     out: Annotated[str, typer.Option("--out", "-o", help="Where to write the plan; - is stdout.")] = "plan.json",
 ) -> None:
     """Make the fastest plan that fits, write it, and show it."""
-    plan = make_plan(target, gpus, hardware, memory, optimizer, precision, layout, time_limit, meta)
+    with stdout_for_json() if out == "-" else contextlib.nullcontext():
+        plan = make_plan(target, gpus, hardware, memory, optimizer, precision, layout, time_limit, meta)
     if out == "-":
         typer.echo(plan.to_json(), nl=False)
         return
@@ -163,8 +165,9 @@ def simulate(
 
 def scaling_table(rows: list[tuple[int, Plan | Exception]]) -> Table:
     """One row per number of GPUs; speed-up and efficiency against the smallest number that has a plan."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("gpus", "pipe×data×tensor", "micro-batches", "step", "speed-up", "efficiency", "peak memory", "solver"):
+    caption = "mesh: pipe × data × tensor; micro: micro-batches; memory: peak per GPU"
+    table = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
+    for heading in ("gpus", "mesh", "micro", "step", "speed-up", "efficiency", "memory", "solver"):
         table.add_column(heading, justify="left" if heading == "solver" else "right")
     plans = [(count, made) for count, made in rows if isinstance(made, Plan)]
     base_gpus, base = min(plans, key=lambda row: row[0], default=(1, None))
@@ -177,7 +180,7 @@ def scaling_table(rows: list[tuple[int, Plan | Exception]]) -> Table:
         table.add_row(
             str(count), f"{mesh.pipe}×{mesh.data}×{mesh.tensor}", str(mesh.microbatches), units.seconds(made.predicted.step_time_s),
             f"{speedup:.2f}×", units.share(speedup * base_gpus / count), units.nbytes(max(made.predicted.peak_memory_bytes)),
-            f"{made.solver.status}, gap {units.share(made.solver.gap)}",
+            made.solver.status,
         )  # fmt: skip
     return table
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -58,6 +59,19 @@ def guarded(command: Callable[Arguments, Result]) -> Callable[Arguments, Result]
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
     typer.echo(f"warning: {' '.join(str(message).split())}", err=True)
+
+
+@contextlib.contextmanager
+def stdout_for_json() -> Iterator[None]:
+    """Whatever native code prints meanwhile (HiGHS its banner, past Python's own stdout) goes to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from planner import plan_io
 from planner.cli import app, scaling_table, torchrun_command
 from planner.cli_parts import EXITS, exit_code, load_target, parse_counts, parse_layout
 from planner.errors import BatchError, CaptureError, InfeasibleError, InputError, PlanError, WorkerError
+from planner.plan import Plan
 from planner.plan_io import load_plan
 
 MODULE = """
@@ -27,7 +28,7 @@ def model(): return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(),
 def with_loss(): return model(), (torch.randn(8, 8),), lambda out: out.sum()
 def number(): return 3
 def broken(): raise RuntimeError("no\\ndata")
-def big(): return torch.nn.Linear(2**20, 2**20)
+def big(): return torch.nn.Sequential(torch.nn.Linear(2**18, 2**18)), (torch.zeros(8, 2**18),), torch.sum
 """
 
 
@@ -61,6 +62,42 @@ def test_validate(folder: Path) -> None:
     assert "a.json: valid; ToyTransformer on 8 × h100, pipe=2 data=2 tensor=2 microbatches=4, 12 ops in 3 segment classes" in result.stdout
     assert "cut.json: not JSON" in refused(4, "validate", "cut.json")
     assert "absent.json" in refused(4, "validate", "absent.json")
+
+
+PLANNING = ("--gpus", "2", "--hardware", "h100", "--time-limit", "20")
+
+
+def test_plan_writes_and_shows(folder: Path) -> None:
+    result = call("plan", "cli_targets:with_loss", *PLANNING, "--optimizer", "sgd", "--layout", "data=2,tensor=1,pipe=1", "-o", "new.json")
+    assert result.exit_code == 0, result.output
+    assert "Sequential on 2 × h100: pipe 1 × data 2 × tensor 1" in result.stdout and "wrote new.json" in result.stdout
+    plan = load_plan("new.json")
+    assert (plan.mesh.data, plan.optimizer, plan.model.loss, plan.input_shapes()) == (2, "sgd", "callable", {"input": (8, 8)})
+    assert call("validate", "new.json").exit_code == 0 and call("show", "new.json").exit_code == 0
+
+
+def test_plan_to_stdout_is_json_and_nothing_else(folder: Path) -> None:
+    """As a process: what a native library prints past Python counts too."""
+    command = [sys.executable, "-m", "planner", "plan", "cli_targets:with_loss", *PLANNING, "-o", "-"]
+    root = str(Path(plan_io.__file__).parent.parent)
+    done = subprocess.run(command, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": root})
+    assert done.returncode == 0, done.stderr
+    assert Plan.from_json(done.stdout).world_size == 2
+
+
+def test_plan_refusals_have_their_exit_codes(folder: Path) -> None:
+    assert "the largest parameter is '0.weight'" in refused(3, "plan", "cli_targets:big", "--meta", *PLANNING)
+    assert "gpus=0" in refused(2, "plan", "cli_targets:with_loss", "--gpus", "0")
+    assert "loss" in refused(2, "plan", "cli_targets:model", *PLANNING)
+    assert "nothing" not in refused(3, "simulate", "cli_targets:big", "--meta", "--gpus", "1", "--hardware", "h100")
+
+
+def test_simulate_prints_a_row_per_number_of_gpus(folder: Path) -> None:
+    result = call("simulate", "cli_targets:with_loss", "--gpus", "1,2", "--hardware", "h100")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert rows[0][:4] == ["gpus", "mesh", "micro", "step"]
+    assert [(row[0], row[1].count("×")) for row in rows[1:3]] == [("1", 2), ("2", 2)] and rows[1][5] == "1.00×"
 
 
 def test_explain_and_diff(folder: Path) -> None:
@@ -162,4 +199,4 @@ def test_layouts_and_counts() -> None:
 def test_targets(folder: Path) -> None:
     made = load_target("cli_targets:with_loss")
     assert made.example_inputs[0].shape == (8, 8) and made.loss is not None
-    assert load_target("cli_targets:big", meta=True).model.weight.is_meta
+    assert load_target("cli_targets:big", meta=True).model[0].weight.is_meta
