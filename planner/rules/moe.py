@@ -11,20 +11,26 @@ from planner.sharding import P, S
 def grouped_mm(call: Call) -> Rule | None:
     """``grouped_mm(input [T, K], weight [E, K, N], offs [E])``: rows ``offs[e - 1] : offs[e]`` times the weight of expert e.
 
-    The rows of an expert are told by their place, so they stay whole. Split experts run the kernel ``grouped_experts``: every rank makes
-    the rows of its experts, zero for the others: a pending sum.
+    The rows of an expert are told by their place, so they stay whole. Split experts run the kernel ``grouped_mm``: every rank makes the
+    rows of its experts, zero for the others: a pending sum. So do split widths of ``aten._grouped_mm``, which takes no rows whose
+    length is not a multiple of 16 bytes: the kernel pads what an uneven split leaves.
     """
     args = Arguments(call, "input weight offs bias")
     if args.has("bias") or not args.has("offs") or len(args.shape("input")) != 2 or len(args.shape("weight")) != 3:
         return None
-    experts = args.shape("weight")[0]
+    aligned = call.node.op == "aten._grouped_mm.default"
+    extra = [args.extra({"weight": S(0)}, (P,), "e", "grouped_mm")]
+    if aligned:
+        extra.append(args.extra({"input": S(1), "weight": S(1)}, (P,), "k", "grouped_mm"))
+        extra.append(args.extra({"weight": S(2)}, (S(1),), "n", "grouped_mm"))
     return args.rule(
         {"input": "t k", "weight": "e k n", "offs": "e"},
         "t n",
         linear=("input weight",),
-        whole=["t", "e"],
+        whole=["t", "e", "k", "n"] if aligned else ["t", "e"],
         saves=("input", "weight"),
         kind="matmul",
-        flops_per_point=2.0 / experts,
-        extra=(args.extra({"weight": S(0)}, (P,), "e", "grouped_experts"),),
+        # each row meets one expert
+        flops_per_point=2.0 / args.shape("weight")[0],
+        extra=tuple(extra),
     )

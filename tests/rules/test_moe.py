@@ -23,7 +23,7 @@ samples(
     (f(12, 5), f(5, 5, 8), ends(0, 2, 5, 9, 10)),
 )
 samples("transformers.grouped_mm_fallback.default", (f(12, 6), f(4, 6, 8), ends(2, 2, 9, 12)), mesh=True)
-samples("aten._grouped_mm.default", (single(16, 16), single(6, 16, 16), ends(2, 2, 5, 9, 10, 16)))
+samples("aten._grouped_mm.default", (single(16, 16), single(6, 16, 16), ends(2, 2, 5, 9, 10, 16)), mesh=True)
 
 
 @pytest.mark.parametrize("op", ops_here(BEFORE))
