@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from planner.inputs import bind
 from planner.mesh import DATA, PIPE
 from planner.outputs import rebuild
 from planner.plan import Plan
-from runtime import checkpoint, collectives
+from runtime import checkpoint, collectives, compiled
 from runtime.batching import Batch, Parts, cut, expected_spec
 from runtime.clip import clip_gradients
 from runtime.fit import Loss, recapture, tensor_shapes, warn_of_differences
@@ -33,6 +33,7 @@ from runtime.local_op import RANDOM
 from runtime.lower import lower
 from runtime.outputs import join
 from runtime.pipeline import StageRunner, infer, train
+from runtime.scaling import LossScale
 from runtime.setup import Form, Prepared, across_stages, prepare, share_buffers
 from runtime.state import register_tree
 from runtime.sync import GradientSync
@@ -46,6 +47,7 @@ def parallelize(
     outputs: Literal["global", "local"] = "global",
     compile: bool = False,
     loss: Loss | None = None,
+    opaque: Sequence[str] = (),
     timeout_s: float = 600.0,
 ) -> ParallelModule:
     """Run ``model`` as ``plan`` says; called on every rank (by torchrun, ``runtime.launch``, or with a process group up).
@@ -53,7 +55,8 @@ def parallelize(
     ``model``: the unmodified model, with memory or on the meta device; it is only read, except that ranks whose models differ take
     the first rank's values. ``batch``: what calls are given on every rank, the whole batch or "local", this rank's part of it.
     ``outputs``: what a forward returns, whole tensors or "local", this rank's part of the batch. ``compile``: ``torch.compile`` each
-    segment. ``loss``: the loss function the plan was made with (it is not in a plan file). ``timeout_s``: limit of every wait.
+    segment. ``loss``, ``opaque``: the loss function and the submodules taken as one op that the plan was made with (a plan file has
+    neither). ``timeout_s``: limit of every wait.
 
     Raises PlanError, before any process group work, where the number of processes, the model, its shapes or the loss are not the
     planned ones.
@@ -62,11 +65,11 @@ def parallelize(
         if value not in known:
             raise InputError(f"{name}={value!r}, must be one of {known}")
     check_world(plan.world_size)
-    captured = recapture(model, plan, loss)
+    captured = recapture(model, plan, loss, opaque)
     device = home_device(any(p.is_cuda for p in model.parameters()))
     start_world(plan.world_size, timeout_s, device)
     warn_of_differences(plan, device, dist.get_rank() if dist.is_initialized() else 0)
-    return ParallelModule(prepare(model, plan, captured, device, timeout_s), model, batch, outputs, compile)
+    return ParallelModule(prepare(model, plan, captured, device, timeout_s, compile), model, batch, outputs, compile)
 
 
 class ParallelModule(nn.Module):
@@ -143,6 +146,7 @@ class _Own:
         self.runners: dict[Form, StageRunner] = {}
         self._makers: dict[tuple[int, int], dict[str, int]] = {}
         self.sync = GradientSync(self.state.held, self.ranks, (stored.stages for stored in self.state.stored.values()))
+        self.scale = LossScale(self.plan.precision, self.ranks)
         RANDOM.seed, RANDOM.step = prepared.seed, 0
         self.runner(prepared.base)
 
@@ -154,11 +158,11 @@ class _Own:
             stage = prepared.stages[form]
             runner = StageRunner(stage, self.ranks.device, self.plan.precision)
             if form != prepared.base:
+                if self.compile:
+                    compiled.step_around(stage)
+                    compiled.compile_segments(stage)
                 share_buffers(stage, prepared.captured.constants, self.state)
                 runner.run_through(prepared.variants.install(stage, self.state.held))
-            if self.compile:
-                for name in stage.segment_names:
-                    stage.module.get_submodule(name).compile()
             self.runners[form] = runner
         return self.runners[form]
 
@@ -173,12 +177,15 @@ class _Own:
             raise PlanError("step() needs a loss, and this model was captured without one: pass loss= to auto_parallelize")
         parts = self.parts(args, kwargs)
         runner = self.runner(("step", training))
-        with self.at_work(runner):
+        with self.at_work(runner), torch.enable_grad():
             self.sync.begin()
             runner.prepare(parts)
+            runner.scale = self.scale.value
             train(runner, self.ranks, self.plan.schedule, self.mesh.microbatches, self.sync.arm)
             runner.doing = "gradient sums"
             self.sync.finish()
+            self.scale.unscale(self.state.held.values())
+            self.sync.restore()
             self.update_buffers(runner)
             return self.shared_loss(runner)
 
@@ -200,12 +207,12 @@ class _Own:
         try:
             with collectives.use(self.ranks.axes):
                 yield
-        except ShardwrightError as error:
-            if isinstance(error, WorkerError):
-                raise WorkerError(f"{self.ranks.place}, {runner.doing}: {error}") from error
-            raise
         except RuntimeError as error:
-            raise WorkerError(f"{self.ranks.place}, {runner.doing}: {type(error).__name__}: {error}") from error
+            runner.recover()
+            if isinstance(error, ShardwrightError) and not isinstance(error, WorkerError):
+                raise
+            kind = "" if isinstance(error, WorkerError) else f"{type(error).__name__}: "
+            raise WorkerError(f"{self.ranks.place}, {runner.doing}: {kind}{error}") from error
         finally:
             runner.clear()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from planner.trace import Captured, capture
 Loss = Callable[[Any], Tensor]
 
 
-def recapture(model: nn.Module, plan: Plan, loss: Loss | None) -> Captured:
+def recapture(model: nn.Module, plan: Plan, loss: Loss | None, opaque: Sequence[str] = ()) -> Captured:
     """Capture the model on the planned shapes. Raises PlanError where the plan was made for another model, naming both fingerprints."""
     loss = loss or plan._loss
     if plan.model.loss == "callable" and loss is None:
@@ -27,12 +27,12 @@ def recapture(model: nn.Module, plan: Plan, loss: Loss | None) -> Captured:
     dims = {name: plan.model.batch_dims.get(name) for name in tensor_shapes(plan.model.inputs)}
     used = loss if plan.model.loss == "callable" else None
     check_parameters(model, plan)
-    captured = capture(model, inputs, loss=used, batch_dims=dims)
+    captured = capture(model, inputs, loss=used, opaque=opaque, batch_dims=dims)
     if captured.graph.fingerprint() != plan.model.fingerprint and not model.training:
         # plans are made for training; in eval() the graph of the same model lacks its dropouts
         model.train()
         try:
-            captured = capture(model, inputs, loss=used, batch_dims=dims)
+            captured = capture(model, inputs, loss=used, opaque=opaque, batch_dims=dims)
         finally:
             model.eval()
     if (found := captured.graph.fingerprint()) != plan.model.fingerprint:

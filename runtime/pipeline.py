@@ -43,6 +43,7 @@ class StageRunner(nn.Module):
         self.totals: tuple[Tensor, ...] = ()
         self.mutated: tuple[Tensor, ...] = ()
         self.losses: list[Tensor] = []
+        self.scale = 1.0
         self.doing = "not running"
         self.pipeline: Pipeline | None = None
 
@@ -94,9 +95,15 @@ class StageRunner(nn.Module):
         if not self.stage.has_loss:
             return sends
         self.losses.append(results[0].detach().clone())
-        return results[0]
+        return results[0] if self.scale == 1.0 else results[0] * self.scale
 
     # ------------------------------------------------------------ fully_shard
+
+    def recover(self) -> None:
+        """After an error in the middle of a step, so that the next one starts clean."""
+        for module in sharded_modules(self.module):
+            module.reset_iter_state()
+            return
 
     def before_backward(self, index: int, last: bool) -> None:
         """Gradients are summed and scattered after every micro-batch, so that whole ones are never kept."""

@@ -23,6 +23,7 @@ from planner.mesh import PIPE
 from planner.plan import Plan
 from planner.torch_ops import spec_of
 from planner.trace import Captured
+from runtime import compiled
 from runtime.groups import Ranks, connect
 from runtime.lower import lower
 from runtime.materialize import Source
@@ -51,7 +52,9 @@ class Prepared:
     seed: int
 
 
-def prepare(model: nn.Module, plan: Plan, captured: Captured, device: torch.device, timeout_s: float) -> Prepared:
+def prepare(
+    model: nn.Module, plan: Plan, captured: Captured, device: torch.device, timeout_s: float, compile: bool = False
+) -> Prepared:
     """Collective over all ranks of the plan."""
     ranks, graph = connect(plan.mesh.mesh(), timeout_s, device), captured.graph
     seed = agree_on_seed(ranks)
@@ -60,6 +63,9 @@ def prepare(model: nn.Module, plan: Plan, captured: Captured, device: torch.devi
     base = TRAIN if graph.loss is not None else FORWARD
     stage = lower(graph, plan, ranks.coordinates, mode=base[0], training=True)
     stages = {base: stage}
+    if compile:
+        compiled.step_around(stage)
+        compiled.compile_segments(stage)
     holders = across_stages(list(stage.parameters), ranks)
     install(stage, specs, source, ranks)
     install_buffers(stage, captured.constants, source, device)

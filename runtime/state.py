@@ -6,7 +6,7 @@ is held whole by the first stage, so that no name of the model is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -110,18 +110,6 @@ class State:
                 grad = torch.zeros_like(held.local)
             result[name] = self.whole(name, grad) if there else None
         return result
-
-    # ------------------------------------------------------------ loading
-
-    def load(self, source: Callable[[str], Tensor]) -> None:
-        """Put this rank's parts of whole tensors into parameters and buffers, in place."""
-        with torch.no_grad():
-            for name, held in self.held.items():
-                whole = source(name)
-                held.local.copy_(held.part(self.ranks).take(whole.to(held.local.dtype)))
-            for name, buffer in self.buffers.items():
-                if name in self.keys:
-                    buffer.copy_(source(name))
 
 
 # ---------------------------------------------------------------- making it

@@ -4,7 +4,8 @@
     ... backward of micro-batches
     sync.arm()                       before the last backward: a bucket starts its all-reduce when its last gradient is there
     ... last backward
-    sync.finish()                    start what is left, wait, put the sums in place, add what was set aside
+    sync.finish()                    start what is left, wait, put the sums in place
+    sync.restore()                   add what was set aside
 
 Buckets start in one fixed order, the same on all ranks of a group, whatever the order in which gradients appear. Copies of a tied
 parameter in several pipeline stages are summed over these stages afterwards, in the order of their names.
@@ -72,7 +73,7 @@ class GradientSync:
         self, held: Mapping[str, Held], ranks: Ranks, shared: Iterable[tuple[int, ...]] = (), limit_bytes: int = BUCKET_BYTES
     ) -> None:
         """``shared``: the sets of stages that share a parameter, over the whole model; collective over all ranks."""
-        self.ranks = ranks
+        self.held, self.ranks = held, ranks
         self.buckets = buckets_of(held.values(), limit_bytes)
         self.tied = sorted((h for h in held.values() if len(h.stages) > 1 and h.parameter.requires_grad), key=lambda h: h.name)
         self.tied_groups = {stages: ranks.stage_group(stages) for stages in sorted({s for s in shared if len(s) > 1})}
@@ -96,12 +97,11 @@ class GradientSync:
 
     def begin(self) -> None:
         self.armed, self.started = False, 0
-        synced = {h.name: h for b in self.buckets for h in b.held} | {h.name: h for h in self.tied}
-        for name, one in synced.items():
+        self.earlier.clear()
+        for name, one in self.held.items():
             if one.parameter.grad is not None:
                 self.earlier[name] = one.parameter.grad
                 one.parameter.grad = None
-        self.synced = synced
 
     def arm(self) -> None:
         self.armed = True
@@ -134,8 +134,10 @@ class GradientSync:
             self._land(bucket)
         for one in self.tied:
             self._sum_over_stages(one)
+
+    def restore(self) -> None:
         for name, grad in self.earlier.items():
-            now = self.synced[name].parameter
+            now = self.held[name].parameter
             now.grad = grad if now.grad is None else grad.add_(now.grad)
         self.earlier.clear()
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from builds import plan_of
 from conftest import Pool
+from harness import built
 
 from planner.errors import WorkerError
 from planner.plan import Plan
@@ -34,9 +35,9 @@ def train(parallel: ParallelModule, optimizer: torch.optim.Optimizer, args: Any,
 
 
 def made(plan: Plan, build: Any) -> tuple[ParallelModule, torch.optim.Optimizer, Any]:
-    model, (args, _), _ = build()
-    parallel = parallelize(model.double(), plan)
-    return parallel, optimizer_of(parallel), tuple(a.double() if a.is_floating_point() else a for a in args)
+    model, args, _, _ = built(build, torch.float64)
+    parallel = parallelize(model, plan)
+    return parallel, optimizer_of(parallel), args
 
 
 def save_after(plan: Plan, build: Any, folder: str, steps: int) -> Any:
@@ -57,11 +58,10 @@ def load_and_go_on(plan: Plan, build: Any, folder: str, steps: int) -> Any:
 
 
 def plain_training(build: Any, steps: int) -> dict[str, torch.Tensor]:
-    model, (args, _), _ = build()
-    model.double()
+    model, args, _, _ = built(build, torch.float64)
     optimizer = optimizer_of(model)
     for _ in range(steps):
-        output = model(*(a.double() if a.is_floating_point() else a for a in args))
+        output = model(*args)
         (output["loss"] if isinstance(output, dict) else output).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -9,6 +9,8 @@ import pytest
 import torch
 from builds import plan_of
 from conftest import Pool
+from float64 import doubled
+from harness import built
 from torch import nn
 
 from planner.errors import InputError
@@ -57,11 +59,11 @@ def test_hugging_face_models_use_their_own_initialisation() -> None:
 
 
 def train_from_meta(plan: Any) -> Any:
-    model = on_meta(builds.Plain).double()
-    _, (args, _), _ = builds.plain()
+    model = doubled(on_meta(builds.Plain))
+    _, args, _, _ = built(builds.plain, torch.float64)
     parallel = parallelize(model, plan)
     start = parallel.gather_state_dict()
-    loss = parallel.step(args[0].double(), args[1])
+    loss = parallel.step(*args)
     return start, loss.item(), parallel.gather_gradients(), all(p.is_meta for p in model.parameters())
 
 
@@ -69,9 +71,9 @@ def test_training_from_meta_equals_training_from_the_same_values(pool: Pool) -> 
     plan = plan_of(builds.plain, data=2, tensor=2, fsdp=["a.weight"])
     results = pool.run(train_from_meta, 4, plan)
     start, loss, gradients, still_meta = results[0]
-    model, (args, _), _ = builds.plain()
-    model.double().load_state_dict(start)
-    want = model(args[0].double(), args[1])
+    model, args, _, _ = built(builds.plain, torch.float64)
+    model.load_state_dict(start)
+    want = model(*args)
     want.backward()
     assert still_meta and loss == pytest.approx(want.item())
     for other in results:

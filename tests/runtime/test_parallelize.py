@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from builds import natural_plan, plan_of
 from conftest import Pool
-from harness import run_equal
+from float64 import doubled
+from harness import built, run_equal
 
 from planner.errors import InputError, PlanError, PlanWarning, WorkerError
 from runtime.api import ParallelModule, parallelize
@@ -67,17 +68,16 @@ def test_parameters_that_serve_outputs_only() -> None:
 
 
 def forward(plan: Any, build: Any, options: dict[str, Any], train: bool) -> Any:
-    model, (args, kwargs), _ = build()
-    parallel = parallelize(model.double().train(train), plan, **options)
-    args = tuple(a.double() if a.is_floating_point() else a for a in args)
+    model, args, kwargs, _ = built(build, torch.float64)
+    parallel = parallelize(model.train(train), plan, **options)
     return parallel(*args, **kwargs), dist.get_rank(), [(n, b.clone()) for n, b in parallel.named_buffers()]
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"pipe": 2, "data": 2, "microbatches": 2}, {"tensor": 2, "microbatches": 2}], ids=str)
 def test_outputs_keep_the_models_own_structure(pool: Pool, mesh: dict[str, int]) -> None:
     plan = plan_of(builds.auxiliary, **mesh)
-    model, (args, _), _ = builds.auxiliary()
-    want = model.double()(args[0].double())
+    model, args, _, _ = built(builds.auxiliary, torch.float64)
+    want = model(*args)
     for got, _, _ in pool.run(forward, plan.world_size, plan, builds.auxiliary, {}, True):
         assert isinstance(got, tuple) and isinstance(got[2], tuple) and got[2][1] is None
         torch.testing.assert_close(got[0], want[0].detach())
@@ -88,8 +88,8 @@ def test_outputs_keep_the_models_own_structure(pool: Pool, mesh: dict[str, int])
 def test_local_outputs_are_this_ranks_part(pool: Pool) -> None:
     plan = natural_plan(builds.tied, data=2, microbatches=2)
     lengths = set()
-    model, (args, _), _ = builds.tied()
-    want = model.double()(*args)["logits"].detach()
+    model, args, _, _ = built(builds.tied, torch.float64)
+    want = model(*args)["logits"].detach()
     for got, rank, _ in pool.run(forward, 2, plan, builds.tied, {"outputs": "local"}, True):
         share = torch.cat([want[4 * m + 2 * rank : 4 * m + 2 * rank + 2] for m in range(2)])
         torch.testing.assert_close(got["logits"], share)
@@ -99,12 +99,12 @@ def test_local_outputs_are_this_ranks_part(pool: Pool) -> None:
 
 def test_forward_in_training_updates_buffers_and_evaluation_does_not(pool: Pool) -> None:
     plan = plan_of(builds.buffers, data=2)
-    model, (args, _), _ = builds.buffers()
+    model, args, _, _ = built(builds.buffers, torch.float64)
     for train in (True, False):
-        model.double().train(train)
+        model.train(train)
         twin = {n: b.clone() for n, b in model.named_buffers()}
         _, _, found = pool.run(forward, 2, plan, builds.buffers, {}, train)[0]
-        model(args[0].double(), args[1])
+        model(*args)
         for name, value in found:
             torch.testing.assert_close(value, dict(model.named_buffers())[name])
             assert train or torch.equal(value, twin[name])
@@ -117,9 +117,8 @@ def test_forward_in_training_updates_buffers_and_evaluation_does_not(pool: Pool)
 
 def dropped(plan: Any) -> Any:
     torch.manual_seed(100 + dist.get_rank())
-    model, (args, _), _ = builds.dropping()
-    parallel = parallelize(model.double(), plan)
-    x = args[0].double()
+    model, (x,), _, _ = built(builds.dropping, torch.float64)
+    parallel = parallelize(model, plan)
     steps = [parallel.step(x).item() for _ in range(2)]
     parallel.eval()
     evaluated = [parallel(x).item() for _ in range(2)]
@@ -127,8 +126,8 @@ def dropped(plan: Any) -> Any:
 
 
 def test_dropout_moves_on_with_steps_and_is_off_in_eval(pool: Pool) -> None:
-    model, (args, _), _ = builds.dropping()
-    quiet = model.double().eval()(args[0].double()).item()
+    model, (x,), _, _ = built(builds.dropping, torch.float64)
+    quiet = model.eval()(x).item()
     for mesh in ({"data": 2}, {"pipe": 2}):
         (first, *others) = pool.run(dropped, 2, plan_of(builds.dropping, **mesh))
         steps, evaluated, stepped, without = first
@@ -139,8 +138,8 @@ def test_dropout_moves_on_with_steps_and_is_off_in_eval(pool: Pool) -> None:
 
 
 def test_dropout_with_gathered_parameters_in_evaluation(pool: Pool) -> None:
-    model, (args, _), _ = builds.dropping()
-    quiet = model.double().eval()(args[0].double()).item()
+    model, (x,), _, _ = built(builds.dropping, torch.float64)
+    quiet = model.eval()(x).item()
     plan = plan_of(builds.dropping, data=2, fsdp=["b.weight"])
     for steps, evaluated, stepped, _ in pool.run(dropped, 2, plan):
         assert steps[0] != steps[1]
@@ -152,8 +151,8 @@ def test_dropout_with_gathered_parameters_in_evaluation(pool: Pool) -> None:
 
 def several(plan: Any) -> Any:
     """Gradients of two steps without zero_grad, norms, names."""
-    model, (args, _), _ = builds.tied()
-    parallel = parallelize(model.double(), plan)
+    model, args, _, _ = built(builds.tied, torch.float64)
+    parallel = parallelize(model, plan)
     parallel.step(*args)
     parallel.step(*args)
     gradients = parallel.gather_gradients()
@@ -168,8 +167,7 @@ def several(plan: Any) -> Any:
     ("mesh", "fsdp"), [({"data": 2, "tensor": 2}, ()), ({"data": 2}, True), ({"pipe": 2, "tensor": 2, "microbatches": 2}, ())], ids=str
 )
 def test_gradients_accumulate_and_are_counted_once(pool: Pool, mesh: dict[str, int], fsdp: Any) -> None:
-    model, (args, _), _ = builds.tied()
-    model.double()
+    model, args, _, _ = built(builds.tied, torch.float64)
     for _ in range(2):
         model(*args)["loss"].backward()
     vector = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
@@ -186,8 +184,8 @@ def test_gradients_accumulate_and_are_counted_once(pool: Pool, mesh: dict[str, i
 
 
 def adam(plan: Any) -> Any:
-    model, (args, _), _ = builds.tied()
-    parallel: ParallelModule = parallelize(model.double(), plan)
+    model, args, _, _ = built(builds.tied, torch.float64)
+    parallel: ParallelModule = parallelize(model, plan)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
     for _ in range(3):
         parallel.step(*args)
@@ -197,8 +195,8 @@ def adam(plan: Any) -> Any:
 
 
 def test_optimizers_take_the_parameters_as_they_are(pool: Pool) -> None:
-    model, (args, _), _ = builds.tied()
-    optimizer = torch.optim.AdamW(model.double().parameters(), lr=1e-2)
+    model, args, _, _ = built(builds.tied, torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(3):
         model(*args)["loss"].backward()
         optimizer.step()
@@ -210,7 +208,7 @@ def test_optimizers_take_the_parameters_as_they_are(pool: Pool) -> None:
 
 def differing(plan: Any) -> Any:
     torch.manual_seed(dist.get_rank())
-    model = builds.Tied().double()
+    model = doubled(builds.Tied())
     first = model.state_dict()["a.weight"].clone()
     return first, parallelize(model, plan).gather_state_dict()
 
@@ -224,7 +222,7 @@ def test_ranks_with_other_values_take_the_first_ones(pool: Pool) -> None:
 
 
 def refused(plan: Any, model: Any, args: Any = None, **options: Any) -> None:
-    parallel = parallelize(model.double(), plan, **options)
+    parallel = parallelize(doubled(model), plan, **options)
     if args is not None:
         parallel.step(*args)
 
@@ -258,10 +256,10 @@ def test_another_torch_is_a_warning() -> None:
 
 
 def lonely(plan: Any) -> None:
-    model, (args, _), _ = builds.plain()
-    parallel = parallelize(model.double(), plan, timeout_s=2.0)
+    model, args, _, _ = built(builds.plain, torch.float64)
+    parallel = parallelize(model, plan, timeout_s=2.0)
     if dist.get_rank() == 0:
-        parallel.step(args[0].double(), args[1])
+        parallel.step(*args)
     else:
         dist.barrier()
 

@@ -62,6 +62,7 @@ def sums(limit: int, missing: str) -> dict[str, Any]:
             order = "abcd" if dist.get_rank() else "dcba"
             sum((parameters[n].parameter * me).sum() for n in order if n != missing).backward()  # type: ignore[union-attr]
         sync.finish()
+        sync.restore()
         found.append({n: None if p.parameter.grad is None else p.parameter.grad.tolist() for n, p in parameters.items()})
     return {"found": found, "started": [bucket.group for bucket in sync.buckets]}
 
@@ -93,7 +94,7 @@ def test_senseless_norms() -> None:
     ranks = Ranks(Mesh(), 0, CPU, 1.0)
     one = held("a", 1)
     one.parameter.grad = torch.full((1,), math.nan, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="norm of order 2.0 of the gradients is nan"):
+    with pytest.raises(RuntimeError, match=r"norm of order 2.0 of the gradients is nan"):
         clip_gradients([one], ranks, 1.0, error_if_nonfinite=True)
     with pytest.raises(InputError, match="norm_type=0"):
         gradient_norm([one], ranks, 0)
