@@ -28,10 +28,16 @@ DROPOUT_PROBABILITIES = {"aten.scaled_dot_product_attention.default": 4}
 """Op -> position of a dropout probability: zero in ``eval()``."""
 
 
+NEED_STRIDES = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default",
+                "aten.view_as.default": "aten.reshape_as.default"}  # fmt: skip
+"""Ops that need a whole tensor's strides: a part of it may not have them, so the op that copies where it must runs instead."""
+
+
 def resolve(op: str) -> Callable[..., Any]:
     """ "aten.linear.default" -> the torch op; "shard.valid_count" -> the project's own. Nothing outside torch.ops can be named."""
     if op in OPS:
         return OPS[op]
+    op = NEED_STRIDES.get(op, op)
     parts = op.split(".")
     if len(parts) != 3:
         raise PlanError(f"unknown op {op!r}: expected namespace.name.overload or one of {sorted(OPS)}")

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from float64 import doubled
 from torch import Tensor, nn
 
 from planner.outputs import find_loss
@@ -47,7 +49,7 @@ def tree(item: Any, leaf: Callable[[Tensor], Any]) -> Any:
 def built(build: Build, dtype: torch.dtype) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Callable[..., Tensor] | None]:
     model, (args, kwargs), loss = build()
     args, kwargs = tree((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
-    return model.to(dtype), args, kwargs, loss
+    return doubled(model) if dtype == torch.float64 else model.to(dtype), args, kwargs, loss
 
 
 def reference(build: Build, dtype: torch.dtype, steps: int) -> Reference:
@@ -131,13 +133,13 @@ def own_share(args: Any, kwargs: Any, plan: Plan) -> Any:
 
 def run_equal(
     build: Build, layout: Plan | Mapping[str, Any], dtype: torch.dtype = torch.float64, steps: int = 1, timeout_s: float = 90.0,
-    tolerance: float | None = None, plan_options: Mapping[str, Any] | None = None, **options: Any,
+    tolerance: float | None = None, gpus: int | None = None, plan_options: Mapping[str, Any] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """Raises AssertionError listing the worst figures where any loss, gradient, parameter or buffer differs on any rank.
 
     ``layout``: a plan, or what ``auto_parallelize`` is forced to; ``options`` go to ``parallelize``. Returns the plan that ran.
     """
-    plan = layout if isinstance(layout, Plan) else make_plan(build, layout, dtype, dict(plan_options or {}))
+    plan = layout if isinstance(layout, Plan) else make_plan(build, layout, dtype, dict(plan_options or {}), gpus)
     want = reference(build, dtype, steps)
     limit = TOLERANCE[dtype] if tolerance is None else tolerance
     results = run_processes(figures, plan.world_size, (build, plan, dtype, want, options), timeout_s=timeout_s, start="fork")
@@ -147,13 +149,12 @@ def run_equal(
     return plan
 
 
-def make_plan(build: Build, layout: Mapping[str, Any], dtype: torch.dtype, options: dict[str, Any]) -> Plan:
+def make_plan(build: Build, layout: Mapping[str, Any], dtype: torch.dtype, options: dict[str, Any], gpus: int | None = None) -> Plan:
     from planner import auto_parallelize
 
     model, args, kwargs, loss_fn = built(build, dtype)
-    gpus = 1
-    for axis in ("pipe", "data", "tensor"):
-        gpus *= int(layout.get(axis, 1))
+    if gpus is None:
+        gpus = math.prod(int(layout.get(axis, 1)) for axis in ("pipe", "data", "tensor"))
     options = {"hardware": "cpu", **options}
     plan = auto_parallelize(model, gpus=gpus, example_inputs=(args, kwargs), layout=dict(layout), loss=loss_fn, **options)
     assert isinstance(plan, Plan)

@@ -37,8 +37,6 @@ from runtime.simulate import simulate
 torch.set_num_threads(1)
 
 DUAL = {"I": "I", "R": "P", "P": "R"}
-NEED_STRIDES = ("aten.view.default", "aten._unsafe_view.default", "aten.view_as.default")
-"""Ops that refuse a part that is not contiguous; all others are given the parts as they are cut."""
 RANKS = (2, 3, 4)
 
 
@@ -251,8 +249,6 @@ def hold(case: Case, strategy: MeshStrategy, sizes: Sequence[int]) -> None:
     axes = [Axis(("data", "tensor")[2 - len(sizes) + i], n) for i, n in enumerate(sizes)]
     coords = list(itertools.product(*(range(n) for n in sizes)))
     inputs = [apart(x.detach(), sharding, sizes) for x, sharding in zip(case.tensors, strategy.inputs)]
-    if case.node.op in NEED_STRIDES:
-        inputs = [[part.contiguous() for part in parts] for parts in inputs]
     given = [apart(g, dual(s), sizes) if g is not None else [None] * len(coords) for g, s in zip(case.grads, strategy.outputs)]
 
     def rank(number: int) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
