@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from planner.plan import Alternative, Plan
 from planner.show import units
 from planner.show.terminal import run_lengths, segment_names
-from planner.show.words import describe, mesh_line, no_rule, proof, share_of, storage, summary
+from planner.show.words import describe, mesh_line, no_rule, proof, runner_up, share_of, storage, summary
 
 TIGHT = 0.9
 """A stage that uses more than this share of the memory limit is called tight."""
@@ -97,15 +97,9 @@ def _mesh(plan: Plan) -> Iterator[str]:
 
 
 def _against(plan: Plan, other: Alternative) -> str:
-    why = f" ({other.why})" if other.why else ""
-    if other.step_time_s is None:
-        return f"{other.what}: does not go{why}"
-    mine = plan.predicted.step_time_s
-    more = other.step_time_s - mine
-    if mine <= 0 or abs(more) < 1e-6 * mine:
-        return f"{other.what}: {units.seconds(other.step_time_s)}, the same{why}"
-    word = "slower" if more > 0 else "faster"
-    return f"{other.what}: {units.seconds(other.step_time_s)}, {units.seconds(abs(more))} or {units.share(abs(more) / mine)} {word}{why}"
+    told = runner_up(plan, other)
+    times = "does not go" if other.step_time_s is None else f"{told.time}, {told.against}"
+    return f"{told.what}: {times}" + (f" ({told.why})" if told.why else "")
 
 
 # ---------------------------------------------------------------- what was chosen

@@ -14,7 +14,7 @@ from planner.sharding import parse as parse_sharding
 from planner.show import svg, units
 from planner.show.terminal import run_lengths, segment_names
 from planner.show.timeline import timeline
-from planner.show.words import OnAxis, describe, mesh_line, no_rule, proof, share_of, storage, summary
+from planner.show.words import OnAxis, describe, mesh_line, no_rule, proof, runner_up, share_of, storage, summary
 
 MOST_EVENTS = 1500
 """More boxes than this say nothing in a drawing; the Perfetto trace takes any number."""
@@ -179,11 +179,9 @@ def _parameters(plan: Plan) -> str:
 def _others(plan: Plan) -> str:
     parts = []
     if plan.alternatives:
-        rows = []
-        for other in plan.alternatives:
-            time = units.seconds(other.step_time_s) if other.step_time_s is not None else "does not go"
-            rows.append([escape(other.what), time, escape(other.why)])
-        parts.append(_section("Runners-up", _table(["plan", "step", "why"], rows)))
+        told = [runner_up(plan, other) for other in plan.alternatives]
+        rows = [[escape(item) for item in (t.what, t.time, t.against, t.why)] for t in told]
+        parts.append(_section("Runners-up", _table(["plan", "step", "against this", "why"], rows)))
     report = plan.solver
     text = f"{proof(plan)}; objective {units.seconds(report.objective)}, bound {units.seconds(report.bound)}. {report.scope}"
     parts.append(_section("Solver", f"<p>{escape(text)}</p>"))

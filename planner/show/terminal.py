@@ -10,7 +10,7 @@ from rich.text import Text
 from planner.plan import Plan
 from planner.sharding import parse as parse_sharding
 from planner.show import units
-from planner.show.words import mesh_line, proof, share_of, storage, summary
+from planner.show.words import mesh_line, proof, runner_up, share_of, storage, summary
 
 BAR = 16
 MOST_NAMES = 6
@@ -137,9 +137,6 @@ def _alternatives(plan: Plan) -> RenderableType:
     for heading in ("plan", "step", "against this", "why"):
         table.add_column(heading)
     for other in plan.alternatives:
-        if other.step_time_s is None:
-            table.add_row(escape(other.what), "-", "does not go", escape(other.why))
-        else:
-            more = other.step_time_s / plan.predicted.step_time_s - 1 if plan.predicted.step_time_s else 0.0
-            table.add_row(escape(other.what), units.seconds(other.step_time_s), f"{100 * more:+.1f} %", escape(other.why))
+        told = runner_up(plan, other)
+        table.add_row(escape(told.what), told.time, told.against, escape(told.why))
     return table

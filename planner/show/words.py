@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import planner.rules  # noqa: F401  registers the rules, so that an op without one can be told
 from planner.oplines import OpLine
-from planner.plan import ParameterPlan, Plan, SegmentPlan
+from planner.plan import Alternative, ParameterPlan, Plan, SegmentPlan
 from planner.rules.base import REGISTRY
 from planner.sharding import P, Type
 from planner.sharding import parse as parse_sharding
@@ -216,6 +216,31 @@ def proof(plan: Plan) -> str:
     report = plan.solver
     took = f", {units.seconds(report.seconds)}" if report.seconds is not None else ""
     return f"{report.status}, gap {units.share(report.gap)}{took}"
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """An alternative in words: ``time`` is ``331 ms``, ``≥ 331 ms`` where only a bound is known, or ``-`` where it does not go."""
+
+    what: str
+    time: str
+    against: str
+    why: str
+
+
+def runner_up(plan: Plan, other: Alternative) -> RunnerUp:
+    if other.step_time_s is None:
+        return RunnerUp(other.what, "-", "does not go", other.why)
+    bounded = other.why.startswith(BOUND)
+    sign = "≥ " if bounded else ""
+    mine = plan.predicted.step_time_s
+    more = other.step_time_s / mine - 1 if mine else 0.0
+    why = other.why.removeprefix(BOUND).lstrip(": ")
+    return RunnerUp(other.what, sign + units.seconds(other.step_time_s), f"{sign}{100 * more:+.1f} %", why)
+
+
+BOUND = "at least this long"
+"""How a plan says that an alternative's time is a lower bound: it was ruled out without being solved."""
 
 
 def share_of(breakdown: dict[str, float], total: float) -> list[tuple[str, float, float]]:

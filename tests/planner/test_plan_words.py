@@ -9,9 +9,9 @@ import sample_plans
 
 from planner.errors import PlanError
 from planner.oplines import OpLine
-from planner.plan import Plan, SegmentPlan
+from planner.plan import Alternative, Plan, SegmentPlan
 from planner.show import units
-from planner.show.words import describe, storage, summary
+from planner.show.words import describe, runner_up, storage, summary
 
 
 def one_op(text: str, following: str | None = None, axis: str = "tensor") -> str:
@@ -107,13 +107,19 @@ def test_summary_counts_every_op_once_per_axis() -> None:
 def test_explain_says_what_binds_and_what_the_others_cost() -> None:
     text = sample_plans.plan().explain()
     assert "memory: 2.70 GiB (stage 0, mostly activations) of 3.73 GiB, 72.5 %" in text
-    assert "pipe=1 data=8 tensor=1 microbatches=1: 125 ms, 25.0 ms or 25.0 % slower (communication 0.05 s)" in text
+    assert "pipe=1 data=8 tensor=1 microbatches=1: 125 ms, +25.0 % (communication 0.05 s)" in text
     assert "pipe=1 data=1 tensor=8 microbatches=1: does not go (needs 5.1 GB of 4.0 GB)" in text
     assert "proven optimal" in text and "no rule" in text and "layers.* ×2" in text
     data = sample_plans.data()
     data |= {"memory_per_gpu": 3_000_000_000, "solver": {**data["solver"], "status": "feasible", "bound": 0.08, "gap": 0.2}}
     tight = Plan.from_json(json.dumps(data)).explain()
     assert "limit is tight" in tight and "no plan is more than 20.0 % faster" in tight
+
+
+def test_a_runner_up_that_was_only_bounded_says_so() -> None:
+    plan = sample_plans.plan()
+    told = runner_up(plan, Alternative(what="x", step_time_s=0.12, why="at least this long: cannot be faster"))
+    assert (told.time, told.against, told.why) == ("≥ 120 ms", "≥ +20.0 %", "cannot be faster")
 
 
 def test_explain_of_one_gpu() -> None:
