@@ -47,6 +47,8 @@ class _Set:
     """How many ops that carry gradient need it whole, with no kernel of their own for a split one."""
     kernels: int = 0
     """How many need a kernel to split it."""
+    torn: int = 0
+    """How many flatten it behind another dim."""
     idle: int = 0
     """How many ops without gradient (the building of masks) need it whole."""
     carries: bool = False
@@ -86,7 +88,8 @@ class _Dims:
             has_kernel = any(extra.factor == factor for extra in rule.extra)
             torn = any(_torn(dims, factor, rule.size) for dims in (*rule.inputs, *rule.outputs))
             if factor in rule.whole or torn or not (rule.sums or outs):
-                counts = "kernels" if has_kernel else "whole" if any(node.grad) else "idle"
+                counts = "kernels" if has_kernel else "torn" if torn else "whole"
+                counts = counts if any(node.grad) else "idle"
                 self.whole.extend((element, counts) for element in ins[:1])
                 self.stopped.update(ins if not has_kernel else ())
             elif not any(node.grad):
@@ -168,11 +171,16 @@ def _found(graph: Graph) -> dict[str, int]:
     candidates = [entry for entry in dims.sets().values() if entry.inputs and not entry.feature]
     if not candidates:
         return {}
-    best = min(candidates, key=lambda s: (not s.carries, s.whole, min(dim for _, dim in s.inputs), s.kernels + s.idle, -len(s.inputs)))
-    # inputs that meet in the loss only (two towers) form sets of their own: as clean as the best, along the first dim, of the same size
-    batch = [best] + [
-        s for s in candidates if s is not best and s.whole <= best.whole and s.size == best.size and all(dim == 0 for _, dim in s.inputs)
-    ]
+    best = min(
+        candidates, key=lambda s: (not s.carries, s.whole, s.torn, min(dim for _, dim in s.inputs), s.kernels + s.idle, -len(s.inputs))
+    )
+    # inputs that meet in the loss only (two towers) form sets of their own: as clean as the best, along the same dim, of the same size
+    along = {dim for _, dim in best.inputs}
+    batch = [best]
+    for other in candidates:
+        clean = other.whole <= best.whole and other.torn <= best.torn
+        if other is not best and clean and other.size == best.size and all(dim in along for _, dim in other.inputs):
+            batch.append(other)
     places = [place for entry in batch for place in entry.inputs]
     names = [name for name, _ in places]
     value_of = {node.target: Value(node.name) for node in graph.of(INPUT)}

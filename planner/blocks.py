@@ -94,8 +94,8 @@ class _Cutter:
         pieces = [run[a:b] for a, b in itertools.pairwise([*starts, len(run)]) if b > a]
         if len(pieces) == 1:
             deepest = max(node.module.count(".") for node in run)
-            return self._between(run, level + 1) if level < deepest else [(_common(run), run)]
-        return [piece for part in pieces for piece in (self._between(part, level + 1) if len(part) > LONG else [(_common(part), part)])]
+            return self._between(run, level + 1) if level < deepest else [(self._name(run), run)]
+        return [piece for part in pieces for piece in (self._between(part, level + 1) if len(part) > LONG else [(self._name(part), part)])]
 
     def _worth(self, run: Run) -> bool:
         return any(self.graph.has_grad(Value(node.name, i)) for node in run for i in range(len(node.outputs)))
@@ -110,6 +110,10 @@ class _Cutter:
             else:
                 merged.append((name, run))
         return merged
+
+    def _name(self, run: Run) -> str:
+        """The module whose parameters a run between blocks reads."""
+        return _common([node for node in run if self._reads_parameters(node)] or run)
 
     def _reads_parameters(self, node: Node) -> bool:
         return any(self.graph.by_name[value.node].op == PARAMETER for value in node.inputs)
@@ -159,7 +163,7 @@ def _group(nodes: Run, key: Callable[[Node], str | None]) -> list[tuple[str | No
     return [(k, tuple(group)) for k, group in itertools.groupby(nodes, key)]
 
 
-def _common(run: Run) -> str:
+def _common(run: Sequence[Node]) -> str:
     """The longest module path that all nodes share."""
     paths = [node.module.split(".") for node in run]
     shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths))

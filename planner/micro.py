@@ -63,16 +63,34 @@ def propagate_micro(graph: Graph, microbatches: int) -> Natural:
 def propagate(graph: Graph, ranks: int, communicate: bool = True) -> Natural:
     """Strategies along an axis of ``ranks`` that splits the batch. ``communicate``: collectives are possible (not along ``micro``).
 
-    Raises BatchError where no strategy can take its inputs as they are.
+    Ops that only outputs beside the loss need (a maximum over the batch, for a log) do not run in a step: they take what conversions
+    they need. Raises BatchError where no strategy of another op can take its inputs as they are.
     """
     dims = dict(graph.batch_dims)
+    stepped = _needed_by_step(graph)
     found = Natural({}, {})
     for node in graph.nodes:
         if node.is_source:
             found.sources[node.name] = S(dims[node.target]) if node.op == INPUT and node.target in dims else R
         else:
-            found.strategies[node.name] = _choose(graph, node, found, ranks, communicate)
+            try:
+                found.strategies[node.name] = _choose(graph, node, found, ranks, communicate)
+            except BatchError:
+                if node.name in stepped:
+                    raise
+                found.strategies[node.name] = _choose(graph, node, found, ranks, True)
     return found
+
+
+def _needed_by_step(graph: Graph) -> set[str]:
+    """Names of the nodes that the loss and the buffers need; of all nodes where there is no loss."""
+    if graph.loss is None:
+        return set(graph.by_name)
+    needed = {graph.loss.node, *(value.node for _, value in graph.mutations)}
+    for node in reversed(graph.nodes):
+        if node.name in needed:
+            needed.update(value.node for value in node.inputs)
+    return needed
 
 
 def _choose(graph: Graph, node: Node, found: Natural, ranks: int, communicate: bool) -> Strategy:
@@ -98,12 +116,13 @@ def _legal(graph: Graph, node: Node, ranks: int) -> Sequence[Strategy]:
     return one_axis(rule, grad_in, node.grad, ranks)
 
 
-Price = tuple[int, int, int, int]
+Price = tuple[int, ...]
 
 
 def _price(have: Sequence[Type], pure: Sequence[bool], strategy: Strategy, communicate: bool) -> Price | None:
-    """(collectives, conversions, pending outputs, place of the split): less is better; None where a conversion does not exist."""
-    collectives = conversions = 0
+    """(splits given up, collectives, conversions, pending outputs, place of the split): less is better; None where a conversion does
+    not exist."""
+    given_up = collectives = conversions = 0
     for before, after, is_pure in zip(have, strategy.inputs, pure):
         if before == after:
             continue
@@ -113,9 +132,10 @@ def _price(have: Sequence[Type], pure: Sequence[bool], strategy: Strategy, commu
             return None
         collectives += sum(map(bool, COLLECTIVES[before.kind, after.kind]))
         conversions += 1
+        given_up += before.is_split
     collectives += len(strategy.comm)
     split = [type_.dim for type_ in strategy.outputs if type_.is_split]
-    return collectives, conversions, sum(type_ == P for type_ in strategy.outputs), min(split, default=-1)
+    return given_up, collectives, conversions, sum(type_ == P for type_ in strategy.outputs), min(split, default=-1)
 
 
 def _free(before: Type, after: Type, pure: bool) -> bool:

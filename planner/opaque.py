@@ -75,7 +75,7 @@ def hide(model: nn.Module, paths: Sequence[str], args: tuple[Any, ...], kwargs: 
     modules = {path: _submodule(model, path) for path in paths}
     if modules and _real(model, args, kwargs):
         _record(model, modules, args, kwargs, hidden)
-    own = {path: module.__dict__.get("forward") for path, module in modules.items()}
+    own = {path: module.__dict__["forward"] for path, module in modules.items() if "forward" in module.__dict__}
     try:
         for path, module in modules.items():
             module.forward = _stand_in(path, module, module.forward, hidden)
@@ -83,7 +83,7 @@ def hide(model: nn.Module, paths: Sequence[str], args: tuple[Any, ...], kwargs: 
     finally:
         for path, module in modules.items():
             module.__dict__.pop("forward", None)
-            if own[path] is not None:
+            if path in own:
                 module.forward = own[path]
         for key in hidden.calls:
             _specs.pop(key, None)

@@ -1,4 +1,4 @@
-"""Capture a model as a ``Graph``: export, read, make functional, simplify. The one importer of ``torch.export`` and ``torch.fx``.
+"""Capture a model as a ``Graph``: export, read, make functional, passes. The one importer of ``torch.export`` and ``torch.fx``.
 
 ::
 
@@ -23,7 +23,7 @@ import torch.export
 import torch.fx
 from torch import nn
 
-from planner import trace_simplify as simplify
+from planner import trace_passes as passes
 from planner.batch import infer_batch_dims
 from planner.compat import fake_cpu
 from planner.errors import CaptureError, InputError
@@ -35,6 +35,7 @@ from planner.outputs import encode, find_loss, map_outputs, output_values
 from planner.torch_ops import spec_of
 from planner.trace_context import moved, quiet, watch_functions, without_cache
 from planner.trace_read import ROOT, Raw, Reader, is_library, short
+from planner.trace_simplify import Simplifier
 from planner.trace_sources import Sources, model_sources, placeholders_of
 
 Loss = Callable[[Any], torch.Tensor]
@@ -114,7 +115,7 @@ def _finish(
     batch_dims: Mapping[str, int | None] | None,
 ) -> Captured:
     functional = functionalize(raw.nodes, raw.outputs, raw.parent)
-    state = simplify.Simplifier()
+    state = Simplifier()
     state.run(functional.nodes)
     results = [state.map(item) for item in functional.outputs]
     mutated = {name: state.map(value) for name, value in functional.mutations}
@@ -123,11 +124,11 @@ def _finish(
     loss = results[found.loss] if found.loss is not None else None
     wanted = [*output_values(encoding), *mutated.values(), *([loss] if loss is not None else [])]
 
-    nodes = simplify.mark_gradients(simplify.live(state.nodes, wanted))
-    simplify.check_static(nodes, raw.dynamic)
-    nodes, first = simplify.drop_idle_detach(nodes)
+    nodes = passes.mark_gradients(passes.live(state.nodes, wanted))
+    passes.check_static(nodes, raw.dynamic)
+    nodes, first = passes.drop_idle_detach(nodes)
     wanted = [first.get(value, value) for value in wanted]
-    nodes, second = simplify.rename(simplify.live(nodes, wanted))
+    nodes, second = passes.rename(passes.live(nodes, wanted))
 
     def new(value: Value) -> Value:
         return second[first.get(value, value)]

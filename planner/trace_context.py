@@ -83,14 +83,23 @@ def watch_functions(found: dict[type, str], hidden: Hidden) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No log of torch's about a failure that CaptureError reports; no value checks of torch.distributions, which stop export."""
+    """No log of torch's about a failure that CaptureError reports; no value checks of torch.distributions, which stop export; and
+    ``module.to(dtype)`` inside forward, where nothing changes, does nothing (export cannot swap parameters)."""
+    to = nn.Module.to
+
+    def to_or_nothing(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        same = len(args) == 1 and not kwargs and all(args[0] in (p.dtype, p.device) for p in self.parameters())
+        return self if same else to(self, *args, **kwargs)
+
     validates = torch.distributions.Distribution._validate_args
     torch.distributions.Distribution.set_default_validate_args(False)
     level = logging.getLogger("torch").level
     logging.getLogger("torch").setLevel(logging.CRITICAL)
+    nn.Module.to = to_or_nothing  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
+        nn.Module.to = to  # type: ignore[method-assign]
         logging.getLogger("torch").setLevel(level)
         torch.distributions.Distribution.set_default_validate_args(validates)
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from planner.errors import CaptureError
-from planner.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Arg, Node, Spec, Symbol, Value, map_values
+from planner.graph import Arg, Node, Spec, Symbol, Value, map_values
 from planner.torch_ops import infer
 from planner.trace_index import aligned
 
@@ -22,11 +21,6 @@ CAN_BE_NOTHING = {"alias", "lift_fresh", "lift_fresh_copy", "lift", "clone", "re
 CASTS = {"to", "_to_copy", "type_as", "_autocast_to_reduced_precision", "_autocast_to_full_precision"}
 NLL = {"aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default"}
 MEAN, SUM = 1, 2
-NO_GRADIENT = {
-    "detach", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
-    "new_empty", "bernoulli", "histc", "valid_count", "nextafter", "heaviside_", "one_hot", "multinomial", "normal",
-}  # fmt: skip
-"""Ops whose float outputs carry no gradient although an input does."""
 
 
 @dataclass
@@ -64,9 +58,16 @@ class Simplifier:
         self.env[Value(node.name)] = to
         return to
 
-    def emit(self, like: Node, op: str, args: tuple[Arg, ...], outputs: tuple[Spec, ...] | None = None) -> Value:
-        outputs = outputs if outputs is not None else infer(op, args, {}, lambda v: self.specs[v])
-        return self.keep(Node(f"s{len(self.nodes)}", op, args, (), outputs, (), like.module, like.source, "", like.context))
+    def emit(
+        self,
+        like: Node,
+        op: str,
+        args: tuple[Arg, ...],
+        outputs: tuple[Spec, ...] | None = None,
+        kwargs: tuple[tuple[str, Arg], ...] = (),
+    ) -> Value:
+        outputs = outputs if outputs is not None else infer(op, args, dict(kwargs), lambda v: self.specs[v])
+        return self.keep(Node(f"s{len(self.nodes)}", op, args, kwargs, outputs, (), like.module, like.source, "", like.context))
 
 
 Handler = Callable[[Simplifier, Node], object]
@@ -127,20 +128,29 @@ def _index(s: Simplifier, node: Node) -> object:
     if found is None:
         return s.keep(node)
     indices = list(found.indices)
-    given = [i for i, index in enumerate(indices) if index is not None]
-    if given and all(len(s.specs[indices[i]].shape) < found.rank for i in given):
-        shape = s.specs[indices[given[0]]].shape
-        indices[given[0]] = s.emit(node, "aten.reshape.default", (indices[given[0]], (1,) * (found.rank - len(shape)) + shape))
+    given = [(i, index) for i, index in enumerate(indices) if index is not None]
+    if given and all(len(s.specs[index].shape) < found.rank for _, index in given):
+        place, first = given[0]
+        shape = s.specs[first].shape
+        indices[place] = s.emit(node, "aten.reshape.default", (first, (1,) * (found.rank - len(shape)) + shape))
     return s.keep(replace(node, op="shard.index", args=(node.args[0], tuple(indices), found.pairs), kwargs=()))
 
 
-def _neutral(s: Simplifier, node: Node) -> object:
-    """x + 0, x - 0, x * 1 and x / 1 are x."""
-    neutral = 0 if node.op.split(".")[1] in ("add", "sub") else 1
-    other = node.args[1] if len(node.args) > 1 else None
-    if not isinstance(other, (int, float)) or isinstance(other, bool) or other != neutral or not isinstance(node.args[0], Value):
+def _with_number(s: Simplifier, node: Node) -> object:
+    """x + 0, x - 0, x * 1 and x / 1 are x. A number added to a scalar becomes a scalar tensor: a loss that is a pending sum takes it as a
+    term of its own."""
+    name = node.op.split(".")[1]
+    x, other = node.args[0], node.arg(1, "other")
+    if not isinstance(x, Value) or isinstance(other, bool) or not isinstance(other, (int, float)):
         return s.keep(node)
-    return s.forward(node, node.args[0]) if s.specs[node.args[0]] == node.outputs[0] else s.keep(node)
+    spec = node.outputs[0]
+    if s.specs[x] == spec and other == (0 if name in ("add", "sub") else 1):
+        return s.forward(node, x)
+    if name in ("add", "sub") and s.specs[x] == spec and spec.shape == () and spec.is_float:
+        term = other * node.arg(2, "alpha", 1) * (1 if name == "add" else -1)
+        number = s.emit(node, "aten.full.default", ((), float(term)), (spec,), (("dtype", Symbol("dtype", spec.dtype)),))
+        return s.keep(replace(node, op="aten.add.Tensor", args=(x, number), kwargs=()))
+    return s.keep(node)
 
 
 def _dropout(s: Simplifier, node: Node) -> object:
@@ -198,7 +208,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(CAN_BE_NOTHING, _maybe_nothing),
     **dict.fromkeys(CASTS, _cast),
     "broadcast_tensors": _broadcast,
-    **dict.fromkeys(("add", "sub", "mul", "div"), _neutral),
+    **dict.fromkeys(("add", "sub", "mul", "div"), _with_number),
     "index": _index,
     "dropout": _dropout,
     "feature_dropout": _dropout,
@@ -207,93 +217,3 @@ HANDLERS: dict[str, Handler] = {
     "nll_loss": _nll,
     "nll_loss2d": _nll,
 }
-
-
-def live(nodes: list[Node], wanted: list[Value]) -> list[Node]:
-    """The nodes that ``wanted`` needs, and every source that belongs to the model or the call (constants only where used)."""
-    needed = {value.node for value in wanted}
-    for node in reversed(nodes):
-        if node.name in needed:
-            needed.update(value.node for value in node.inputs)
-    return [node for node in nodes if node.name in needed or node.op in (PARAMETER, BUFFER, INPUT)]
-
-
-def mark_gradients(nodes: list[Node]) -> list[Node]:
-    """Set ``grad``: an output carries gradient where it is floating, differentiable, and depends on a trainable parameter."""
-    carries: set[Value] = set()
-    marked = []
-    for node in nodes:
-        if node.is_source:
-            grad = node.grad or (False,)
-        else:
-            upstream = any(value in carries for value in node.inputs)
-            grad = tuple(upstream and _differentiable(node, i) for i in range(len(node.outputs)))
-        node = replace(node, grad=grad)
-        carries.update(Value(node.name, i) for i, g in enumerate(grad) if g)
-        marked.append(node)
-    return marked
-
-
-def _differentiable(node: Node, index: int) -> bool:
-    name = node.op.split(".")[1]
-    if not node.outputs[index].is_float or name in NO_GRADIENT or "no_grad" in node.context:
-        return False
-    return not (name in ("batch_norm", "instance_norm") and index > 0)
-
-
-def drop_idle_detach(nodes: list[Node]) -> tuple[list[Node], dict[Value, Value]]:
-    """A detach of a value without gradient does nothing."""
-    carries = {Value(node.name, i) for node in nodes for i, g in enumerate(node.grad) if g}
-    env: dict[Value, Value] = {}
-    kept = []
-    for node in nodes:
-        node = substitute(node, env)
-        if node.op == "aten.detach.default" and node.args[0] not in carries:
-            env[Value(node.name)] = node.args[0]
-        else:
-            kept.append(node)
-    return kept, env
-
-
-def substitute(node: Node, env: dict[Value, Value]) -> Node:
-    def new(value: Value) -> Value:
-        return env.get(value, value)
-
-    return replace(node, args=map_values(node.args, new), kwargs=tuple((k, map_values(a, new)) for k, a in node.kwargs))
-
-
-def rename(nodes: list[Node]) -> tuple[list[Node], dict[Value, Value]]:
-    """Names by op and order (``linear_3``), after sources named by their target: equal in every process."""
-    taken: set[str] = set()
-    counts: dict[str, int] = {}
-    env: dict[Value, Value] = {}
-    renamed = []
-    for node in nodes:
-        base = _source_name(node) if node.is_source else node.op.split(".")[1]
-        name = base
-        while name in taken:
-            counts[base] = counts.get(base, 0) + 1
-            name = f"{base}_{counts[base]}"
-        taken.add(name)
-        for i in range(len(node.outputs)):
-            env[Value(node.name, i)] = Value(name, i)
-        renamed.append(replace(substitute(node, env), name=name))
-    return renamed, env
-
-
-_PREFIX = {PARAMETER: "p", BUFFER: "b", INPUT: "x", CONSTANT: "c"}
-
-
-def _source_name(node: Node) -> str:
-    return f"{_PREFIX[node.op]}_" + "".join(c if c.isalnum() else "_" for c in node.target)
-
-
-def check_static(nodes: list[Node], dynamic: dict[str, str]) -> None:
-    """Raises CaptureError where a size that depends on data is left in the graph."""
-    for node in nodes:
-        if node.name in dynamic:
-            raise CaptureError(
-                f"{dynamic[node.name] or node.source or 'the model'} (module {node.module!r}): {node.op} has a size that depends on the "
-                f"data, and a plan needs fixed shapes; use a form of fixed size (a mask instead of a selection), or name the submodule: "
-                f"opaque=({node.module!r},)"
-            )
