@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import planner.rules  # noqa: F401 - registers every rule
 from planner.fold import BUFFER_SINK, LOSS, Fold, OpClass
 from planner.graph import INPUT, Spec
+from planner.grouping import groupings
 from planner.mesh import DATA, MICRO, TENSOR, Axis, Mesh
 from planner.rules.base import MeshStrategy, Rule, Strategy, one_axis, over_mesh, replicated, rule_of
 from planner.sharding import I, P, R, S, Sharding, Type
@@ -74,7 +75,7 @@ class Catalogue:
             if rule is None:
                 self._one_axis[key] = (replicated(len(grad_in), grad_in, grad_out),)
             else:
-                self._one_axis[key] = one_axis(rule, grad_in, grad_out, ranks)
+                self._one_axis[key] = one_axis(rule, grad_in, grad_out, ranks, groupings(self.fold.graph).get(op.node.name))
         return self._one_axis[key]
 
     def over(
