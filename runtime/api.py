@@ -101,8 +101,8 @@ class ParallelModule(nn.Module):
         """Forward and backward over all micro-batches and stages; gradients are added to ``.grad``. Returns the loss over the global
         batch, the same on every rank, detached.
 
-        Raises PlanError where the inputs are not the planned ones; WorkerError naming rank, stage and what it was doing when a
-        collective fails or a wait passes its limit.
+        A step that fails leaves gradients as they were before it. Raises PlanError where the inputs are not the planned ones;
+        WorkerError naming rank, stage and what it was doing when a collective fails or a wait passes its limit.
         """
         return self._own.step(self.training, args, kwargs)
 
@@ -161,8 +161,8 @@ class _Own:
                 if self.compile:
                     compiled.step_around(stage)
                     compiled.compile_segments(stage)
-                share_buffers(stage, prepared.captured.constants, self.state)
                 runner.run_through(prepared.variants.install(stage, self.state.held))
+            share_buffers(stage, prepared.captured.constants, self.state, prepared.stages[prepared.base])
             self.runners[form] = runner
         return self.runners[form]
 
@@ -179,15 +179,26 @@ class _Own:
         runner = self.runner(("step", training))
         with self.at_work(runner), torch.enable_grad():
             self.sync.begin()
-            runner.prepare(parts)
-            runner.scale = self.scale.value
-            train(runner, self.ranks, self.plan.schedule, self.mesh.microbatches, self.sync.arm)
-            runner.doing = "gradient sums"
-            self.sync.finish()
-            self.scale.unscale(self.state.held.values())
-            self.sync.restore()
+            try:
+                runner.prepare(parts)
+                runner.scale = self.scale.value
+                train(runner, self.ranks, self.plan.schedule, self.mesh.microbatches, self.sync.arm)
+                runner.doing = "gradient sums"
+                self.sync.finish()
+                self.scale.unscale(self.state.held.values())
+            except BaseException:
+                self.drop_gradients()
+                raise
+            finally:
+                self.sync.restore()
             self.update_buffers(runner)
             return self.shared_loss(runner)
+
+    def drop_gradients(self) -> None:
+        """Of parameters, and of what fully_shard has gathered at the moment."""
+        gathered = self.prepared.stages[self.prepared.base].module.parameters()
+        for parameter in [*gathered, *(one.parameter for one in self.state.held.values())]:
+            parameter.grad = None
 
     def forward(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = self.parts(args, kwargs)

@@ -102,6 +102,7 @@ class StageRunner(nn.Module):
     def recover(self) -> None:
         """After an error in the middle of a step, so that the next one starts clean."""
         for module in sharded_modules(self.module):
+            # the first one is the root, which resets all of them
             module.reset_iter_state()
             return
 

@@ -158,16 +158,23 @@ def install_buffers(stage: Stage, constants: Mapping[str, Tensor], source: Sourc
             value = value_of(name)
             if value.is_meta:
                 raise PlanError(f"constant {name!r} has no value (it is on the meta device): build the model with memory")
-            owner, _, leaf = path.rpartition(".")
-            stage.module.get_submodule(owner)._buffers[leaf] = value.detach().clone().to(device)
+            put_buffer(stage.module, path, value.detach().clone().to(device))
 
 
-def share_buffers(stage: Stage, constants: Mapping[str, Tensor], state: State) -> None:
-    """Let a further form read the buffers that the base reads."""
-    for table, values in ((stage.buffers, state.buffers), (stage.constants, constants)):
-        for name, path in table.items():
-            owner, _, leaf = path.rpartition(".")
-            stage.module.get_submodule(owner)._buffers[leaf] = values[name].to(state.ranks.device)
+def share_buffers(stage: Stage, constants: Mapping[str, Tensor], state: State, base: Stage) -> None:
+    """Let a stage's prologue, or a further form and its prologue, read the buffers that the base reads."""
+    values = {**constants, **state.buffers}
+    if stage is not base:
+        for name, path in [*stage.buffers.items(), *stage.constants.items()]:
+            put_buffer(stage.module, path, values[name].to(state.ranks.device))
+    if stage.prologue is not None:
+        for name, path in getattr(stage, "prologue_sources", {}).items():
+            put_buffer(stage.prologue, path, values[name].to(state.ranks.device))
+
+
+def put_buffer(module: nn.Module, path: str, value: Tensor) -> None:
+    owner, _, leaf = path.rpartition(".")
+    module.get_submodule(owner)._buffers[leaf] = value
 
 
 def make_state(

@@ -136,6 +136,7 @@ class GradientSync:
             self._sum_over_stages(one)
 
     def restore(self) -> None:
+        self.armed = False
         for name, grad in self.earlier.items():
             now = self.held[name].parameter
             now.grad = grad if now.grad is None else grad.add_(now.grad)
