@@ -87,7 +87,7 @@ def main() -> int:
 
     plan.show()
     plan.save("plan.json")
-    Path("plan.html").write_text(plan._repr_html_())
+    plan.show("plan.html")
     console.print("wrote plan.json and plan.html\n")
 
     batch, length = plan.input_shapes()["input_ids"]
