@@ -5,14 +5,18 @@ Traps of PuLP 3.3.2, each answered here:
 * At the time limit it reports "Optimal": status, bound and incumbent are read from HiGHS itself.
 * Without an incumbent the variables still hold numbers: they are used only where HiGHS says that its primal solution is feasible.
 * ``HiGHS(warmStart=True)`` is ignored: no warm starts.
-* The banner prints even with ``msg=False``: the process's standard output is closed to it while it is built.
+* The banner prints even with ``msg=False``: the process's standard output leads nowhere while HiGHS runs.
 * CBC tells no bound through PuLP: a solution that CBC calls optimal is its own bound, any other has the bound 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,7 +86,8 @@ def _to_pulp(program: Program) -> tuple[Any, list[Any]]:
 
 def _highs(program: Program, problem: Any, variables: list[Any], time_limit: float, gap: float, started: float) -> Solution:
     solver = pulp.HiGHS(msg=False, timeLimit=max(0.05, time_limit), gapRel=gap, threads=1, random_seed=0)
-    problem.solve(solver)
+    with _quiet():
+        problem.solve(solver)
     model = problem.solverModel
     info, status = model.getInfo(), model.getModelStatus().name
     # 2 is HiGHS' "feasible point": kSolutionStatusFeasible
@@ -100,6 +105,25 @@ def _highs(program: Program, problem: Any, variables: list[Any], time_limit: flo
     objective = float(info.objective_function_value) + constant
     proved: Status = "optimal" if status == "kOptimal" else "feasible"
     return Solution(proved, values, objective, min(bound + constant, objective), seconds, "HiGHS")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Send what native code writes to the standard output nowhere."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # no standard output at all
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _cbc(program: Program, problem: Any, variables: list[Any], time_limit: float, gap: float, started: float) -> Solution:
