@@ -77,11 +77,12 @@ def use(groups: Mapping[str, Group]) -> Iterator[None]:
 @contextlib.contextmanager
 def use_in_thread(groups: Mapping[str, Group]) -> Iterator[None]:
     """The same for one thread only: simulated ranks."""
+    before = getattr(_simulated, "groups", None)
     _simulated.groups = dict(groups)
     try:
         yield
     finally:
-        del _simulated.groups
+        _simulated.groups = before
 
 
 def group_of(axis: str) -> Group:
