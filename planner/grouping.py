@@ -52,8 +52,8 @@ def groupings(graph: Graph) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         wanted[same[place]] |= counts
     for name, placed in tensors.items():
         for place, dim in placed:
-            if len(dim) >= 1 and (counts := wanted.get(same[place])):
-                offers[name][dim[0]] |= counts
+            if dim and (wish := wanted.get(same[place])):
+                offers[name][dim[0]] |= wish
     return _even_out(graph, offers)
 
 

@@ -54,7 +54,7 @@ class TimeGroup:
     def _refuse(self, *_: Any) -> Tensor:
         raise ReshardError("nothing can be exchanged between micro-batches: this conversion should not have been planned")
 
-    all_reduce = all_gather = reduce_scatter = all_to_all = _refuse  # type: ignore[assignment]
+    all_reduce = all_gather = reduce_scatter = all_to_all = _refuse
 
 
 # ---------------------------------------------------------------- the active groups
@@ -166,17 +166,17 @@ def _dual(type_: Type) -> Type:
 
 def convert(x: Tensor, axis: str, source: str, target: str, size: int) -> Tensor:
     """Convert on one axis, types in text form; ``size`` is the length over the whole axis of the dim that ``source`` splits (else 0)."""
-    return Convert.apply(x, group_of(axis), Type.parse(source), Type.parse(target), size)  # type: ignore[no-any-return]
+    return Convert.apply(x, group_of(axis), Type.parse(source), Type.parse(target), size)
 
 
 def select_micro(x: Tensor, source: str, target: str, size: int, count: int, micro: int) -> Tensor:
     """The same along the micro-batches: ``micro`` of ``count``."""
-    return Convert.apply(x, TimeGroup(count, micro), Type.parse(source), Type.parse(target), size)  # type: ignore[no-any-return]
+    return Convert.apply(x, TimeGroup(count, micro), Type.parse(source), Type.parse(target), size)
 
 
 def reduce_sum(x: Tensor, axis: str) -> Tensor:
     """For kernels: a pending sum becomes an invariant value (gradient: the same on every rank, P -> R): see ``move``."""
-    return Convert.apply(x, group_of(axis), P, Type("R"), 0)  # type: ignore[no-any-return]
+    return Convert.apply(x, group_of(axis), P, Type("R"), 0)
 
 
 def local(x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from runtime.ops import OPS
 
 from planner.errors import PlanError
 from planner.graph import Arg, Node, Symbol, Value
@@ -20,6 +19,7 @@ from planner.mesh import Axis
 from planner.rules.base import MeshStrategy, Rule, local_argument, local_factors
 from planner.sharding import Sharding, local_shape
 from runtime.kernels import KERNELS, KernelInfo
+from runtime.ops import OPS
 
 TRAINING_FLAGS = {"aten.dropout.default": 2, "aten.feature_dropout.default": 2, "aten.alpha_dropout.default": 2,
                   "aten.native_dropout.default": 2, "shard.batch_norm": 5}  # fmt: skip
@@ -42,7 +42,7 @@ def resolve(op: str) -> Callable[..., Any]:
     if len(parts) != 3:
         raise PlanError(f"unknown op {op!r}: expected namespace.name.overload or one of {sorted(OPS)}")
     try:
-        return getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])  # type: ignore[no-any-return]
+        return getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
     except AttributeError as error:
         raise PlanError(f"op {op!r} does not exist in torch {torch.__version__}") from error
 

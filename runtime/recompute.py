@@ -31,7 +31,7 @@ def recompute_segment(module: fx.GraphModule, how: str) -> fx.GraphModule:
             return plain(*args)
         return checkpoint(plain, *args, **options)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     return module
 
 
