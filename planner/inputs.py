@@ -1,7 +1,8 @@
 """A model's inputs: found by themselves where possible, normalised, and described as data.
 
-``in_spec`` is a JSON-able tree: ``{"args": [...], "kwargs": {...}}`` with leaves ``{"tensor": name, "shape": [...], "dtype": "..."}``,
-``{"value": None | bool | int | float | str}``, and inner nodes ``{"list": [...]}``, ``{"tuple": [...]}``, ``{"dict": {...}}``.
+``in_spec`` is a JSON-able tree: ``{"args": [...], "kwargs": pairs}`` with leaves ``{"tensor": name, "shape": [...], "dtype": "..."}``,
+``{"value": None | bool | int | float | str}``, and inner nodes ``{"list": [...]}``, ``{"tuple": [...]}``, ``{"dict": pairs}``, where
+``pairs`` are ``[[key, node], ...]``: their order is the model's to use, and JSON objects have none.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def describe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     names = _argument_names(model, len(args))
     spec = {
         "args": [_describe(arg, name, found) for arg, name in zip(args, names)],
-        "kwargs": {key: _describe(arg, key, found) for key, arg in kwargs.items()},
+        "kwargs": [[key, _describe(arg, key, found)] for key, arg in kwargs.items()],
     }
     return spec, found
 
@@ -70,7 +71,7 @@ def _describe(item: Any, name: str, found: dict[str, torch.Tensor]) -> dict[str,
     if isinstance(item, Mapping):
         if not all(isinstance(key, str) for key in item):
             raise InputError(f"input {name!r}: a dict with keys that are no strings: {list(item)[:3]}")
-        return {"dict": {key: _describe(value, f"{name}_{key}", found) for key, value in item.items()}}
+        return {"dict": [[key, _describe(value, f"{name}_{key}", found)] for key, value in item.items()]}
     if isinstance(item, (list, tuple)):
         container = "list" if isinstance(item, list) else "tuple"
         return {container: [_describe(value, f"{name}_{i}", found) for i, value in enumerate(item)]}
@@ -89,14 +90,14 @@ def build(in_spec: Mapping[str, Any], leaf: Callable[[Mapping[str, Any]], Any]) 
         if "value" in item:
             return item["value"]
         if "dict" in item:
-            return {key: make(value) for key, value in item["dict"].items()}
+            return {key: make(value) for key, value in item["dict"]}
         if "list" in item:
             return [make(value) for value in item["list"]]
         if "tuple" in item:
             return tuple(make(value) for value in item["tuple"])
         raise PlanError(f"inputs of the plan hold an unknown entry {sorted(item)}; expected tensor, value, list, tuple or dict")
 
-    return tuple(make(item) for item in in_spec["args"]), {key: make(item) for key, item in in_spec["kwargs"].items()}
+    return tuple(make(item) for item in in_spec["args"]), {key: make(item) for key, item in in_spec["kwargs"]}
 
 
 def inputs_from_spec(in_spec: Mapping[str, Any], device: str = "meta") -> Inputs:
@@ -118,15 +119,14 @@ def bind(
         raise PlanError(f"{len(args)} positional inputs, the plan was made for {len(in_spec['args'])}")
     for i, (item, spec) in enumerate(zip(args, in_spec["args"])):
         _bind(item, spec, spec.get("tensor", f"argument {i}"), found)
-    if unknown := sorted(set(kwargs) - set(in_spec["kwargs"])):
+    planned = dict(in_spec["kwargs"])
+    if unknown := sorted(set(kwargs) - set(planned)):
         unexpected = [key for key in unknown if kwargs[key] is not None]
         if unexpected:
-            raise PlanError(
-                f"inputs {unexpected} are not in the plan, which was made for {sorted(in_spec['kwargs'])}; plan again with them"
-            )
-    for key, spec in in_spec["kwargs"].items():
+            raise PlanError(f"inputs {unexpected} are not in the plan, which was made for {sorted(planned)}; plan again with them")
+    for key, spec in planned.items():
         if key not in kwargs and "value" not in spec:
-            raise PlanError(f"input {key!r} is missing; the plan was made for {sorted(in_spec['kwargs'])}")
+            raise PlanError(f"input {key!r} is missing; the plan was made for {sorted(planned)}")
         if key in kwargs:
             _bind(kwargs[key], spec, key, found)
     return found
@@ -160,7 +160,7 @@ def _bind(item: Any, spec: Mapping[str, Any], name: str, found: dict[str, torch.
             raise PlanError(f"input {name!r} is {shown}, the plan was made for {spec['value']!r}; plan again with the other value")
         return
     kind = next(iter(spec))
-    inner = spec[kind]
+    inner = dict(spec[kind]) if kind == "dict" else spec[kind]
     if kind == "dict":
         if not isinstance(item, Mapping) or set(item) != set(inner):
             keys = sorted(item) if isinstance(item, Mapping) else type(item).__name__

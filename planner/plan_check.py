@@ -147,8 +147,8 @@ def _solver(plan: Plan) -> Iterator[str]:
 
 def _inputs(plan: Plan) -> Iterator[str]:
     root = plan.model.inputs
-    if not (isinstance(root, dict) and root.keys() == {"args", "kwargs"} and type(root["args"]) is list and type(root["kwargs"]) is dict):
-        yield f"model.inputs: {str(root)[:80]!r}, must be an object of 'args' (a list) and 'kwargs' (an object)"
+    if not (isinstance(root, dict) and root.keys() == {"args", "kwargs"} and type(root["args"]) is list and _is_pairs(root["kwargs"])):
+        yield f"model.inputs: {str(root)[:80]!r}, must be an object of 'args' (a list) and 'kwargs' (a list of [name, entry])"
         return
     for complaint in _tree({"list": [{"list": root["args"]}, {"dict": root["kwargs"]}]}):
         yield f"model.inputs: {complaint}"
@@ -172,11 +172,18 @@ def _tree(node: Any) -> Iterator[str]:
     elif keys in ({"list"}, {"tuple"}) and isinstance(node.get("list", node.get("tuple")), list):
         for item in node.get("list", node.get("tuple")):
             yield from _tree(item)
-    elif keys == {"dict"} and isinstance(node["dict"], dict):
-        for item in node["dict"].values():
+    elif keys == {"dict"} and _is_pairs(node["dict"]):
+        for _, item in node["dict"]:
             yield from _tree(item)
     else:
         yield f"{str(node)[:120]!r}, must be one of {{tensor, shape, dtype}}, {{value}}, {{list}}, {{tuple}}, {{dict}}"
+
+
+def _is_pairs(pairs: Any) -> bool:
+    """[[key, node], ...] with different keys."""
+    if type(pairs) is not list or not all(type(p) is list and len(p) == 2 and type(p[0]) is str for p in pairs):
+        return False
+    return len({key for key, _ in pairs}) == len(pairs)
 
 
 def _is_shape(shape: Any) -> bool:

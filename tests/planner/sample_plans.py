@@ -66,7 +66,7 @@ def data(pipe: int = 2, data: int = 2, tensor: int = 2, microbatches: int = 4, l
             "torch": "2.13.0",
             "loss": "callable",
             "parameters": {name: text for name, (text, _, _) in parameters.items()},
-            "inputs": {"args": [{"tensor": "tokens", "shape": [16, 32], "dtype": "int64"}], "kwargs": {}},
+            "inputs": {"args": [{"tensor": "tokens", "shape": [16, 32], "dtype": "int64"}], "kwargs": []},
             "batch_dims": {"tokens": 0},
         },
         "mesh": mesh,

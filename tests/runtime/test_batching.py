@@ -28,7 +28,7 @@ def test_cut_agrees_with_the_shardings(size: int, data: int, micro: int) -> None
 
 def test_what_a_call_must_fit() -> None:
     leaf = {"tensor": "x", "shape": [6, 4], "dtype": "float32"}
-    spec = {"args": [leaf, {"value": 3}], "kwargs": {"m": {"list": [{"tensor": "m", "shape": [6], "dtype": "bool"}]}}}
+    spec = {"args": [leaf, {"value": 3}], "kwargs": [["m", {"list": [{"tensor": "m", "shape": [6], "dtype": "bool"}]}]]}
     assert expected_spec(spec, {"x": 0}, Mesh(data=2), 0, "global") is spec
     local = expected_spec(spec, {"x": 0}, Mesh(data=4), 3, "local")
     assert local["args"][0]["shape"] == [0, 4] and local["kwargs"] == spec["kwargs"]
