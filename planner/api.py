@@ -66,7 +66,7 @@ def auto_parallelize(
             example_inputs = example_inputs_of(model, gpus)
         say("capturing the model")
         captured = capture(model, example_inputs, loss=loss, opaque=opaque, batch_dims=batch_dims)
-        graph = captured.graph
+        graph = captured.graph if chosen.trains else captured.graph.without_gradients()
         if chosen.trains and graph.loss is None:
             raise InputError(
                 f"{type(model).__name__}'s output has no loss to differentiate (a scalar, .loss, ['loss'], or a scalar first element): "
