@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from cost_models import HardwareProfile, load_profile
 from planner.assemble import LossKind, assemble
+from planner.attempt import Request
 from planner.candidates import Pins
 from planner.costs import COMPUTE_DTYPE, Precision
 from planner.errors import InputError, ReplicatedOpWarning
 from planner.inputs import example_inputs_of
 from planner.memory import Optimizer
 from planner.plan import Plan
-from planner.search import Request, search
+from planner.search import search
 from planner.trace import capture
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

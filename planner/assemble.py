@@ -11,6 +11,7 @@ import torch
 
 from cost_models import HardwareProfile
 from planner.assignment import parameter_plan
+from planner.attempt import Found, Request
 from planner.fold import Fold, OpClass
 from planner.graph import PARAMETER, Graph
 from planner.ilp.problem import Q
@@ -27,7 +28,7 @@ from planner.plan import (
     StagePlan,
 )
 from planner.rules.base import MeshStrategy
-from planner.search import Found, Request, Result
+from planner.search import Result
 from planner.sharding import Sharding, show
 
 LossKind = Literal["output", "callable", "none"]
@@ -37,10 +38,11 @@ def assemble(result: Result, graph: Graph, request: Request, profile: HardwarePr
     """The plan of the best candidate found."""
     best, fold = result.best, result.fold
     mesh = best.candidate.mesh
+    assert best.prepared is not None
     stored = storage_by_name(best, fold)
     names = folded_names(fold, stored)
     specs = {node.target: str(node.outputs[0]) for node in graph.of(PARAMETER)}
-    ends = [sum(stage <= k for stage in best.stages) for k in range(mesh.pipe)]
+    ends = [sum(stage <= k for stage in best.prepared.stages) for k in range(mesh.pipe)]
     return Plan(
         model=ModelPlan(
             name=name,
@@ -86,8 +88,8 @@ def segment_plans(best: Found, fold: Fold) -> list[SegmentPlan]:
 
 
 def op_line(best: Found, op: OpClass) -> str:
-    assert best.tables is not None and best.choice is not None
-    strategy = best.tables.labels[op.index][best.choice[op.index]]
+    assert best.prepared is not None and best.choice is not None
+    strategy = best.prepared.tables.labels[op.index][best.choice[op.index]]
     assert isinstance(strategy, MeshStrategy)
     whole: Sharding = ()
     inputs = strategy.inputs if strategy.per_axis else (whole,) * len(op.node.inputs)
@@ -100,11 +102,11 @@ def op_line(best: Found, op: OpClass) -> str:
 
 def storage_by_name(best: Found, fold: Fold) -> dict[str, tuple[Sharding, bool]]:
     """Parameter -> (stored sharding, fsdp)."""
-    assert best.tables is not None and best.choice is not None
+    assert best.prepared is not None and best.choice is not None
     found = {}
     for op in fold.ops:
         if op.node.op == PARAMETER:
-            storage = best.tables.labels[op.index][best.choice[op.index]]
+            storage = best.prepared.tables.labels[op.index][best.choice[op.index]]
             assert isinstance(storage, Storage)
             for name in op.members:
                 found[fold.graph.by_name[name].target] = (storage.stored, storage.fsdp)
@@ -160,9 +162,10 @@ def predicted(result: Result) -> Predicted:
 
 def replicated_share(result: Result) -> float:
     """Share of the compute time that ops without a rule take."""
-    tables, choice = result.best.tables, result.best.choice
-    assert tables is not None and choice is not None
-    seconds = [float(op.cost[s, [Q["forward"], Q["backward"]]].sum() * op.count.sum()) for op, s in zip(tables.problem.ops, choice)]
+    prepared, choice = result.best.prepared, result.best.choice
+    assert prepared is not None and choice is not None
+    ops = prepared.tables.problem.ops
+    seconds = [float(op.cost[s, [Q["forward"], Q["backward"]]].sum() * op.count.sum()) for op, s in zip(ops, choice)]
     total = math.fsum(seconds)
     without = math.fsum(seconds[op.index] for op in result.catalogue.without_rule())
     return min(1.0, without / total) if total else 0.0
@@ -181,14 +184,14 @@ def alternative(found: Found) -> Alternative:
 def warnings_of(result: Result) -> list[str]:
     """One line per kind of op that runs whole on every rank for want of a rule."""
     best = result.best
-    assert best.tables is not None and best.choice is not None
+    assert best.prepared is not None and best.choice is not None
     count: Counter[str] = Counter()
     first: dict[str, OpClass] = {}
     cost: dict[str, float] = {}
     if not best.candidate.mesh.axes:
         return []
     for op in result.catalogue.without_rule():
-        priced = best.tables.problem.ops[op.index]
+        priced = best.prepared.tables.problem.ops[op.index]
         count[op.node.op] += len(op.members)
         first.setdefault(op.node.op, op)
         seconds = float(priced.cost[best.choice[op.index], [Q["forward"], Q["backward"]]].sum() * priced.count.sum())

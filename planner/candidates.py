@@ -122,9 +122,10 @@ class Batch:
         return even or (forced and microbatches == 1 and splits_whole(self.size, data))
 
 
-def candidates(graph: Graph, gpus: int, pins: Pins) -> list[Candidate]:
-    """Every candidate that the pins leave open, without those that only a lack of memory calls for (``relieved`` gives them).
+def candidates(graph: Graph, profile: HardwareProfile, gpus: int, pins: Pins) -> list[tuple[Candidate, bool]]:
+    """Every candidate that the pins leave open, and whether it is the first to try of its mesh shape.
 
+    Left out: those that only a lack of memory calls for (``relieved`` gives them), and tensor axes that cross nodes, unless pinned.
     Raises BatchError where the pinned sizes do not divide the batch.
     """
     batch = Batch.of(graph)
@@ -132,8 +133,12 @@ def candidates(graph: Graph, gpus: int, pins: Pins) -> list[Candidate]:
     for pipe, data, tensor in factorisations(gpus):
         if any(pin not in (None, size) for pin, size in ((pins.pipe, pipe), (pins.data, data), (pins.tensor, tensor))):
             continue
-        for m in _microbatches(batch, pipe, data, pins):
-            found.append(Candidate(Mesh(pipe, data, tensor, m), _schedule(pipe, pins), pins.recompute or "none"))
+        if tensor > profile.gpus_per_node and pins.tensor is None:
+            continue
+        counts = _microbatches(batch, pipe, data, pins)
+        first = min(counts, key=lambda m: abs(math.log(m / (4 * pipe))), default=0)
+        for m in counts:
+            found.append((Candidate(Mesh(pipe, data, tensor, m), _schedule(pipe, pins), pins.recompute or "none"), m == first))
     if not found:
         raise _no_candidate(batch, gpus, pins)
     return found
@@ -151,7 +156,9 @@ def _microbatches(batch: Batch, pipe: int, data: int, pins: Pins) -> list[int]:
         return []
     if pipe == 1 or batch.size % data or batch.size == 0:
         return [1]
-    return divisors(batch.size // data, MOST_MICROBATCHES * pipe)
+    found = divisors(batch.size // data, MOST_MICROBATCHES * pipe)
+    # fewer micro-batches than stages leave stages idle: only where the batch allows no more
+    return [m for m in found if m >= pipe] or found[-1:]
 
 
 def divisors(size: int, most: int) -> list[int]:
@@ -172,11 +179,16 @@ def _no_candidate(batch: Batch, gpus: int, pins: Pins) -> Exception:
     return batch.error(what or f"any data size that gpus={gpus} and the rest of the layout allow")
 
 
-def relieved(candidate: Candidate, graph: Graph, pins: Pins) -> list[Candidate]:
-    """What to try instead where a candidate does not fit into memory: more micro-batches (one stage), recomputation."""
+def relieved(candidate: Candidate, graph: Graph, pins: Pins, parts: float) -> list[Candidate]:
+    """What to try where memory constrains a candidate: more micro-batches (one stage), recomputation.
+
+    ``parts``: how many times smaller its activations must be at least.
+    """
     mesh, batch, found = candidate.mesh, Batch.of(graph), []
     if mesh.pipe == 1 and pins.microbatches is None and batch.size:
-        larger = [m for m in divisors(batch.size // mesh.data, batch.size) if m > mesh.microbatches and batch.allows(mesh.data, m, False)]
+        least = mesh.microbatches * max(parts, 1.0)
+        every = divisors(batch.size // mesh.data, batch.size)
+        larger = [m for m in every if m > mesh.microbatches and m >= least and batch.allows(mesh.data, m, False)]
         if larger:
             found.append(Candidate(Mesh(1, mesh.data, mesh.tensor, larger[0]), candidate.schedule, candidate.recompute))
     if pins.recompute is None and candidate.recompute == "none":

@@ -26,7 +26,7 @@ from planner.ilp.problem import QUANTITIES, Array, Q
 from planner.mesh import MICRO, Axis, Mesh
 from planner.reshard import Step, steps
 from planner.rules.base import MeshStrategy, Rule
-from planner.sharding import Sharding, largest_shape
+from planner.sharding import Sharding
 
 BUCKET_BYTES = 25 * 10**6
 """Gradients are all-reduced in buckets of this size."""
@@ -109,7 +109,7 @@ class Pricer:
 
     def bytes_of(self, spec: Spec, sharding: Sharding) -> float:
         """Bytes of the largest local part, in the precision that is computed in."""
-        return math.prod(largest_shape(spec.shape, sharding, self.sizes)) * self.precision.itemsize(spec.dtype)
+        return largest_numel(spec, sharding, self.sizes) * self.precision.itemsize(spec.dtype)
 
     # ------------------------------------------------------------ conversions
 
@@ -208,6 +208,15 @@ class Pricer:
                     phase = "forward_comm" if comm.phase == "forward" else "backward_comm"
                     row[Q[phase]] += self.collective_s(comm.collective, comm.nbytes / others, axis)
                     row[Q["conversions"]] += 1
+
+
+def largest_numel(spec: Spec, sharding: Sharding, sizes: Sequence[int]) -> int:
+    """Elements of the part that rank 0 holds (``sharding.largest_shape`` in numbers only)."""
+    dims = list(spec.shape)
+    for type_, n in zip(sharding, sizes):
+        if type_.is_split:
+            dims[type_.dim] = -(-dims[type_.dim] // n)
+    return math.prod(dims)
 
 
 @dataclass(frozen=True)

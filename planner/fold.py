@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.blocks import Segment, segments
-from planner.graph import INPUT, PARAMETER, Graph, Node, Spec, Value, values_of
+from planner.graph import INPUT, PARAMETER, Graph, Node, Spec, Value, map_values, values_of
 
 LOSS, BUFFER_SINK, OUTPUT_SINK = "sink.loss", "sink.buffer", "sink.output"
 SINKS = (LOSS, BUFFER_SINK, OUTPUT_SINK)
@@ -195,18 +195,21 @@ class Fold:
         groups: dict[tuple[int, tuple[Use, ...]], Counts] = {}
         held: dict[str, list[int]] = {}
         stage_of = {node.name: stage_of_segment[self.segment_of[node.name]] for node in self.alive if node.name in self.segment_of}
+        own: list[list[Node]] = [[] for _ in range(pipe)]
+        for node in self.alive:
+            if self.travels(node.name):
+                own[stage_of[node.name]].append(node)
         for stage in range(pipe):
-            here = self._nodes_here(stage, stage_of, pipe)
+            here = self._nodes_here(stage, own[stage], stage_of, pipe)
             for node in here:
                 ops[self.class_of[node.name], stage] += 1
                 if node.op == PARAMETER:
                     held.setdefault(node.name, []).append(stage)
-            for tensor, readers in self._reads(here):
-                groups.setdefault((tensor, readers), np.zeros(pipe, np.int64))[stage] += 1
-            if stage + 1 < pipe:
-                for value in self._crossing(stage + 1, stage_of):
-                    crossings[self.tensor_of(value), stage] += 1
-        for key in self._idle_reads():
+            for key in self._reads(here):
+                groups.setdefault(key, np.zeros(pipe, np.int64))[stage] += 1
+        for value, last in self._last_stages(own, pipe).items():
+            crossings[self.tensor_of(value), stage_of[value.node] : last] += 1
+        for key in self._idle:
             groups.setdefault(key, np.zeros(pipe, np.int64))
         shared: dict[tuple[int, tuple[int, ...]], int] = {}
         for name, stages in held.items():
@@ -219,17 +222,20 @@ class Fold:
         ordered = tuple(Group(t, readers, count) for (t, readers), count in sorted(groups.items(), key=lambda item: item[0]))
         return Layout(pipe, ops, ordered, crossings, tuple((c, stages, n) for (c, stages), n in sorted(shared.items())), segments_count)
 
-    def _nodes_here(self, stage: int, stage_of: Mapping[str, int], pipe: int) -> list[Node]:
+    def _nodes_here(self, stage: int, own: Sequence[Node], stage_of: Mapping[str, int], pipe: int) -> list[Node]:
         """The stage's own activations, whatever they need that does not travel, and its sinks."""
-        sinks = [op.node for op in self.ops if op.is_sink and self._delivers(op.node, stage, stage_of, pipe)]
-        needed = {value.node for sink in sinks for value in sink.inputs}
-        here = []
-        for node in reversed(self.alive):
-            travels = self.travels(node.name)
-            if (travels and stage_of[node.name] == stage) or (not travels and node.name in needed):
+        here = [*own, *(op.node for op in self.ops if op.is_sink and self._delivers(op.node, stage, stage_of, pipe))]
+        needed = {value.node for node in here for value in node.inputs}
+        for node in self._stationary:
+            if node.name in needed:
                 here.append(node)
                 needed.update(value.node for value in node.inputs)
-        return here[::-1] + sinks
+        return here
+
+    @functools.cached_property
+    def _stationary(self) -> tuple[Node, ...]:
+        """Live sources and ops that every stage computes for itself, last ones first."""
+        return tuple(node for node in reversed(self.alive) if not self.travels(node.name))
 
     def _delivers(self, sink: Node, stage: int, stage_of: Mapping[str, int], pipe: int) -> bool:
         name = sink.inputs[0].node
@@ -244,13 +250,39 @@ class Fold:
                 reads.setdefault(value, []).append((self.class_of[node.name], position))
         return [(self.tensor_of(value), tuple(sorted(set(uses)))) for value, uses in reads.items()]
 
-    def _idle_reads(self) -> list[tuple[int, tuple[Use, ...]]]:
+    @functools.cached_property
+    def _idle(self) -> tuple[tuple[int, tuple[Use, ...]], ...]:
         """What only a forward pass reads: costs nothing in a step, but must have a legal conversion."""
         alive = {node.name for node in self.alive}
-        return self._reads([node for node in self.graph.nodes if node.name not in alive])
+        return tuple(self._reads([node for node in self.graph.nodes if node.name not in alive]))
 
-    def _crossing(self, border: int, stage_of: Mapping[str, int]) -> list[Value]:
-        later = [node for node in self.alive if self.travels(node.name) and stage_of[node.name] >= border]
-        later += [op.node for op in self.ops if op.is_sink and op.node.op != BUFFER_SINK]
-        read = {value for node in later for value in node.inputs}
-        return sorted(v for v in read if self.travels(v.node) and stage_of[v.node] < border)
+    def _last_stages(self, own: Sequence[Sequence[Node]], pipe: int) -> dict[Value, int]:
+        """Activation -> the last stage that reads it."""
+        found: dict[Value, int] = {}
+        for stage, nodes in enumerate(own):
+            found.update((value, stage) for node in nodes for value in node.inputs)
+        for op in self.ops:
+            if op.is_sink and op.node.op != BUFFER_SINK:
+                found.update((value, pipe - 1) for value in op.node.inputs)
+        return {value: stage for value, stage in found.items() if self.travels(value.node)}
+
+    # ------------------------------------------------------------ the representatives alone
+
+    @functools.cached_property
+    def quotient(self) -> Graph:
+        """The representatives as a graph of their own: what follows from op to op is the same for all equal blocks."""
+
+        def represent(value: Value) -> Value:
+            return Value(self.ops[self.class_of[value.node]].node.name, value.index)
+
+        representatives = {op.node.name for op in self.ops}
+        nodes = [
+            replace(
+                node, args=map_values(node.args, represent), kwargs=tuple((key, map_values(arg, represent)) for key, arg in node.kwargs)
+            )
+            for node in self.graph.nodes
+            if node.name in representatives
+        ]
+        mutations = tuple((name, represent(value)) for name, value in self.graph.mutations)
+        loss = represent(self.graph.loss) if self.graph.loss is not None else None
+        return Graph(tuple(nodes), mutations=mutations, loss=loss, batch_dims=self.graph.batch_dims, frozen=self.graph.frozen)

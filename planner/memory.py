@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.costs import BUCKET_BYTES, Pricer
+from planner.costs import BUCKET_BYTES, Pricer, largest_numel
 from planner.errors import InputError
 from planner.graph import DTYPE_BYTES, Spec
 from planner.ilp.problem import QUANTITIES, Array, Q
 from planner.mesh import DATA, MICRO, TENSOR
-from planner.sharding import I, P, R, S, Sharding, Type, largest_shape, show, splits_evenly, splits_whole
+from planner.sharding import I, P, R, S, Sharding, Type, show, splits_evenly, splits_whole
 
 FSDP_BUFFERS = 3
 """Whole copies of a gathered unit at once: the one in use, the next one on its way, gradients before they are scattered."""
@@ -145,7 +145,7 @@ def storage_cost(
     """Quantities of one parameter. ``total_bytes``: of all trainable parameters, the most that one bucketed all-reduce can carry."""
     cost = np.zeros(len(QUANTITIES))
     item = DTYPE_BYTES.get(spec.dtype, 4)
-    local = math.prod(largest_shape(spec.shape, storage.stored, pricer.sizes))
+    local = largest_numel(spec, storage.stored, pricer.sizes)
     held = -(-local // pricer.mesh.data) if storage.fsdp else local
     copy = pricer.precision.itemsize(spec.dtype) if pricer.precision.dtype(spec.dtype) != spec.dtype else 0
     cost[Q["parameters"]] = held * item + (0 if storage.fsdp else local * copy)
@@ -181,4 +181,4 @@ def gathered_bytes(storage: Storage, spec: Spec, pricer: Pricer) -> float:
     """Bytes that a fully_shard parameter takes up while its unit is gathered."""
     if not storage.fsdp:
         return 0.0
-    return FSDP_BUFFERS * math.prod(largest_shape(spec.shape, storage.stored, pricer.sizes)) * pricer.precision.itemsize(spec.dtype)
+    return FSDP_BUFFERS * largest_numel(spec, storage.stored, pricer.sizes) * pricer.precision.itemsize(spec.dtype)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
 
 from planner.fold import Fold
 from planner.graph import PARAMETER, Value
-from planner.ilp.problem import Problem, Q
+from planner.ilp.problem import Array, Problem, Q
 from planner.stages import Weights, cut
 from planner.tables import Builder
 
@@ -35,10 +36,10 @@ def weigh(builder: Builder) -> Weights:
     fold = builder.fold
     n = len(fold.segments)
     layout = fold.lay((0,) * n, 1)
-    problem = builder.tables(layout).problem
+    ops = builder.ops(layout)
     classes = max(segment.class_id for segment in fold.segments) + 1
     seconds, saved, state = (np.zeros(classes) for _ in range(3))
-    for op, priced in zip(fold.ops, problem.ops):
+    for op, priced in zip(fold.ops, ops):
         if op.segment_class >= 0:
             share = priced.count[0] / max(1, len(op.members))
             seconds[op.segment_class] += share * priced.cost[:, TIME].sum(1).min()
@@ -47,10 +48,11 @@ def weigh(builder: Builder) -> Weights:
             members = sum(segment.class_id == home for segment in fold.segments)
             if home >= 0:
                 state[home] += len(op.members) / max(1, members) * priced.cost[:, STATE].sum(1).min()
-    for tensor, t in zip(problem.tensors, fold.tensors):
+    for t in fold.tensors:
         home = fold.ops[t.producer].segment_class
-        if home >= 0 and any(reading.saving.readers or reading.saving.made for reading in tensor.readings):
-            saved[home] += min(tensor.nbytes.values())
+        read = any(ops[reader].saves_in and ops[reader].saves_in[i] for reader, i in fold.readers[t.index])
+        if home >= 0 and (read or (ops[t.producer].saves_out and ops[t.producer].saves_out[t.output])):
+            saved[home] += builder.smallest(t, ops[t.producer])
     ids = [segment.class_id for segment in fold.segments]
     return Weights(
         tuple(float(seconds[i]) for i in ids),
@@ -82,9 +84,32 @@ def _borders(builder: Builder) -> list[tuple[float, float]]:
     return [(forward, backward) for forward, backward in borders]
 
 
-def parameter_floor(problem: Problem) -> float:
-    """No choice needs fewer bytes of state on the fullest stage."""
+def memory_floor(problem: Problem) -> float:
+    """No choice needs fewer bytes on the fullest stage: everything in its smallest part."""
+    return float(np.max(_state_floor(problem) + _saved_floor(problem)))
+
+
+def parts_that_fit(problem: Problem) -> float:
+    """How many times smaller the saved activations must be at least to fit; infinite where they never do."""
+    room = problem.memory_limit - _state_floor(problem)
+    if (room <= 0).any():
+        return math.inf
+    return float(np.max(_saved_floor(problem) / room))
+
+
+def _state_floor(problem: Problem) -> Array:
     total = problem.fixed[list(STATE)].sum(0)
     for op in problem.ops:
         total = total + op.cost[:, STATE].sum(1).min() * op.count
-    return float(np.max(total))
+    return np.asarray(total)
+
+
+def _saved_floor(problem: Problem) -> Array:
+    total = np.zeros(problem.stages)
+    for op in problem.ops:
+        total += op.cost[:, Q["saved"]].min() * op.count
+    for tensor in problem.tensors:
+        for reading in tensor.readings:
+            if not reading.saving.free and (reading.saving.readers or reading.saving.made):
+                total += min(tensor.nbytes.values()) * reading.count
+    return total * np.array(problem.times.in_flight, float)

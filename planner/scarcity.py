@@ -14,13 +14,13 @@ from planner.ilp.contract import contract
 from planner.ilp.formulate import formulate
 from planner.ilp.problem import Problem
 from planner.ilp.solve_pulp import solve
-from planner.prepare import parameter_floor
+from planner.prepare import memory_floor
 
 SECONDS_EACH = 10.0
 
 
 def explain_infeasible(
-    fold: Fold, limit: float, gpus: int, problem_of: Callable[[Candidate], Problem | None], tried: Sequence[Candidate]
+    fold: Fold, limit: float, gpus: int, problem_of: Callable[[Candidate], Problem], tried: Sequence[Candidate]
 ) -> InfeasibleError:
     """The error that names the largest parameter, the limit, and the least memory for which there is a plan."""
     needed, where = least_memory(problem_of, tried)
@@ -38,13 +38,13 @@ def explain_infeasible(
     return InfeasibleError(text)
 
 
-def least_memory(problem_of: Callable[[Candidate], Problem | None], tried: Sequence[Candidate]) -> tuple[float, str]:
+def least_memory(problem_of: Callable[[Candidate], Problem], tried: Sequence[Candidate]) -> tuple[float, str]:
     """(bytes, candidate) of the plan that needs least, over the candidates that were tried."""
-    problems = [(candidate, problem) for candidate in dict.fromkeys(tried) if (problem := problem_of(candidate)) is not None]
-    ranked = sorted(problems, key=lambda item: (parameter_floor(item[1]), str(item[0])))
+    problems = [(candidate, problem_of(candidate)) for candidate in dict.fromkeys(tried)]
+    ranked = sorted(problems, key=lambda item: (memory_floor(item[1]), str(item[0])))
     needed, where = math.inf, ""
     for candidate, problem in ranked:
-        if parameter_floor(problem) >= needed:
+        if memory_floor(problem) >= needed:
             break
         contraction = contract(problem)
         formulation = formulate(contraction, goal="memory")

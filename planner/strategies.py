@@ -66,6 +66,10 @@ class Catalogue:
             found.discard(index)
         return frozenset(found)
 
+    @functools.cached_property
+    def groupings(self) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
+        return groupings(self.fold.graph)
+
     def one_axis(self, op: OpClass, ranks: int) -> tuple[Strategy, ...]:
         """Every legal strategy over one ranked axis."""
         key = (op.index, ranks)
@@ -75,7 +79,7 @@ class Catalogue:
             if rule is None:
                 self._one_axis[key] = (replicated(len(grad_in), grad_in, grad_out),)
             else:
-                self._one_axis[key] = one_axis(rule, grad_in, grad_out, ranks, groupings(self.fold.graph).get(op.node.name))
+                self._one_axis[key] = one_axis(rule, grad_in, grad_out, ranks, self.groupings.get(op.node.name))
         return self._one_axis[key]
 
     def over(
@@ -119,8 +123,7 @@ def sink_sharding(fold: Fold, op: OpClass, mesh: Mesh, micro: Mapping[str, Strat
             types.append(I if op.node.op == LOSS and grad else R)
         elif op.node.op == LOSS:
             types.append(P)
-        elif op.node.op == BUFFER_SINK or value.node not in micro:
-            types.append(R)
         else:
-            types.append(micro[value.node].outputs[value.index])
+            made = micro.get(fold.ops[fold.class_of[value.node]].node.name)
+            types.append(R if op.node.op == BUFFER_SINK or made is None else made.outputs[value.index])
     return tuple(types)

@@ -58,7 +58,7 @@ class Builder:
         return self.catalogue.fold
 
     def tables(self, layout: Layout) -> Tables:
-        ops = tuple(self._op(op, layout) for op in self.fold.ops)
+        ops = self.ops(layout)
         tensors = self._tensors(ops, layout)
         mesh = self.pricer.mesh
         fixed = np.zeros((len(QUANTITIES), layout.pipe))
@@ -75,6 +75,9 @@ class Builder:
             fixed=fixed,
         )
         return Tables(problem, self.labels)
+
+    def ops(self, layout: Layout) -> tuple[Op, ...]:
+        return tuple(self._op(op, layout) for op in self.fold.ops)
 
     def intern(self, sharding: Sharding) -> int:
         return self._types.setdefault(sharding, len(self._types))
@@ -172,6 +175,11 @@ class Builder:
         if mode == "selective":
             return (False,) * inputs, (self._kind(op) in MATMUL_LIKE,) * outputs
         return saved_positions(self.catalogue.rules[op.index], inputs, outputs)
+
+    def smallest(self, t: TensorClass, producer: Op) -> float:
+        """Bytes of the smallest part that the producer can make of a tensor."""
+        shardings = tuple(self._types)
+        return min(self.pricer.bytes_of(t.spec, shardings[i]) for i in set(producer.makes[t.output].tolist()))
 
     # ------------------------------------------------------------ tensors
 

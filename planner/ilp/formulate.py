@@ -169,7 +169,7 @@ class _Writer:
         wanted = sorted(set(self.contraction.wants(use).tolist()))
         y = {source: self.indicator("makes", tensor.producer, source) for source in made}
         z = {target: self.indicator("wants", use, target) for target in wanted}
-        finite = np.isfinite(tensor.convert).all(2)
+        finite = np.isfinite(tensor.convert[:, :, 0])
         legal = [(s, t) for s in made for t in wanted if finite[tensor.made.index(s), tensor.wanted.index(t)]]
         why = f"{tensor.name} of {' '.join(self.problem.types[s] for s in made)} as {' '.join(self.problem.types[t] for t in wanted)}"
         if len(made) == 1 or len(wanted) == 1:
