@@ -50,10 +50,12 @@ def axis_strategies(graph: Graph, node: Node, rule: Rule | None, ranks: int) -> 
 
 
 def assign(plan: Plan, graph: Graph) -> Assignment:
-    """Lay ``plan`` over ``graph`` (for inference: ``graph.without_gradients()``).
+    """Lay ``plan`` over ``graph``; in a plan for inference nothing carries a gradient.
 
     Raises PlanError where they do not belong together, naming both sides.
     """
+    if plan.optimizer == "none":
+        graph = graph.without_gradients()
     mesh = plan.mesh.mesh()
     parts = segments(graph)
     by_segment: dict[int, SegmentPlan] = {i: part for part in plan.segments for i in part.segments}

@@ -64,7 +64,8 @@ def propagate(graph: Graph, ranks: int, communicate: bool = True) -> Natural:
     """Strategies along an axis of ``ranks`` that splits the batch. ``communicate``: collectives are possible (not along ``micro``).
 
     Ops that only outputs beside the loss need (a maximum over the batch, for a log) do not run in a step: they take what conversions
-    they need. Raises BatchError where no strategy of another op can take its inputs as they are.
+    they need, and the runtime computes them after the last micro-batch. Raises BatchError where no strategy of another op can take its
+    inputs as they are.
     """
     dims = dict(graph.batch_dims)
     stepped = _needed_by_step(graph)
@@ -126,7 +127,7 @@ def _price(have: Sequence[Type], pure: Sequence[bool], strategy: Strategy, commu
     for before, after, is_pure in zip(have, strategy.inputs, pure):
         if before == after:
             continue
-        if not communicate and not _free(before, after, is_pure):
+        if not communicate and not free_in_time(before, after, is_pure):
             return None
         if (before.kind, after.kind) not in COLLECTIVES:
             return None
@@ -138,8 +139,8 @@ def _price(have: Sequence[Type], pure: Sequence[bool], strategy: Strategy, commu
     return given_up, collectives, conversions, sum(type_ == P for type_ in strategy.outputs), min(split, default=-1)
 
 
-def _free(before: Type, after: Type, pure: bool) -> bool:
-    """True if the conversion exists along the axis of time."""
+def free_in_time(before: Type, after: Type, pure: bool) -> bool:
+    """True if the conversion exists along the axis of time. ``pure``: no parameter or changing buffer has touched the value."""
     change = (before.kind, after.kind)
     return change in (("R", "S"), ("R", "P"), ("I", "R")) or (change in (("P", "R"), ("P", "I")) and pure)
 

@@ -207,7 +207,7 @@ class _Own:
             runner.prepare(parts)
             results = infer(runner, self.ranks, self.mesh.microbatches)
             runner.doing = "sharing outputs"
-            values: dict[Value, Tensor] = join(results, self.prepared, self.outputs)
+            values: dict[Value, Tensor] = join(results, self.prepared, self.outputs, training)
             self.update_buffers(runner)
         return rebuild(self.graph.outputs, values, self.prepared.captured.output_types)
 

@@ -22,12 +22,13 @@ from torch import fx, nn
 
 from planner.assignment import Assignment, assign
 from planner.errors import PlanError
-from planner.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Graph, Node, Spec, Value, values_of
+from planner.graph import BUFFER, CONSTANT, INPUT, PARAMETER, Graph, Node, Spec, Value
 from planner.mesh import MICRO, PIPE
 from planner.plan import Plan
 from planner.reshard import steps
 from planner.sharding import I, P, R, Sharding, local_shape
 from runtime.collectives import convert, local, select_micro
+from runtime.epilogue import delivered
 from runtime.local_op import local_call, returns_sequence
 from runtime.recompute import recompute_segment
 from runtime.stage import Crossing, OutputPart, Stage, StageParameter
@@ -84,7 +85,7 @@ class Lowering:
         self.parts: dict[int, Part] = {ROOT: Part(ROOT)}
         self.owner: dict[Key, int] = {}
         self.prologue_keys: list[Key] = []
-        self.roots = frozenset([*values_of(graph.outputs), *(v for _, v in graph.mutations), *([graph.loss] if graph.loss else [])])
+        self.roots = frozenset([*delivered(graph, assignment), *(v for _, v in graph.mutations), *([graph.loss] if graph.loss else [])])
         self.parameters: dict[str, StageParameter] = {}
         self.buffers: dict[str, str] = {}
         self.constants: dict[str, str] = {}
@@ -98,7 +99,7 @@ class Lowering:
             if self.graph.loss is None:
                 raise PlanError("step() needs a loss: the model was captured without one")
             return [self.graph.loss, *mutated]
-        return [*dict.fromkeys(values_of(self.graph.outputs)), *mutated]
+        return [*self.results(), *mutated]
 
     def live(self) -> list[Node]:
         """Nodes that the wanted values depend on, in execution order."""
@@ -133,7 +134,7 @@ class Lowering:
         """Results that the last stage delivers (buffers' new values stay in the stage that makes them)."""
         if self.mode == "step":
             return [self.graph.loss] if self.graph.loss is not None else []
-        return list(dict.fromkeys(values_of(self.graph.outputs)))
+        return list(delivered(self.graph, self.plan))
 
     # ------------------------------------------------------------ the stage
 

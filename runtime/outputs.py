@@ -8,53 +8,79 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.assignment import assign
-from planner.graph import Value
-from planner.mesh import DATA, PIPE
+from planner.assignment import Assignment, assign
+from planner.graph import Graph, Value
+from planner.mesh import DATA, MICRO, PIPE
 from planner.outputs import output_values
 from planner.sharding import R, Type, chunk_sizes
 from planner.torch_ops import dtype_of
 from runtime.collectives import own_part, swap
+from runtime.epilogue import compute, delivered, late_nodes
 from runtime.setup import Prepared
 
 
-def join(results: Sequence[tuple[Tensor, ...]], prepared: Prepared, outputs: str) -> dict[Value, Tensor]:
+def join(results: Sequence[tuple[Tensor, ...]], prepared: Prepared, outputs: str, training: bool) -> dict[Value, Tensor]:
     """``results``: per micro-batch the last stage's results (nothing on other stages). Whole tensors, or with ``outputs`` "local" this
     rank's part along the batch. Collective over the stages."""
-    graph, ranks, mesh = prepared.captured.graph, prepared.ranks, prepared.ranks.mesh
-    values = list(dict.fromkeys(output_values(graph.outputs)))
-    types = output_types(values, prepared)
-    last = ranks.coordinates[PIPE] == mesh.pipe - 1
-    found = {}
+    graph, plan = prepared.captured.graph, assign(prepared.plan, prepared.captured.graph)
+    values, late = delivered(graph, plan), late_nodes(graph, plan)
+    wanted = set(output_values(graph.outputs))
+    types = output_types([*values, *wanted], plan, graph)
+    made_of = {value for node in late for value in node.inputs}
+    found, whole = {}, {}
     for i, value in enumerate(values):
-        micro, data = types[value]
-        spec = graph.spec(value)
-        if last:
-            parts = [result[i].to(dtype_of(spec.dtype)) for result in results]
-        else:
-            lengths = chunk_sizes(spec.shape[micro.dim], mesh.microbatches) if micro.is_split else ()
-            shapes = [(*spec.shape[: micro.dim], n, *spec.shape[micro.dim + 1 :]) for n in lengths] or [spec.shape]
-            parts = [torch.empty(shape, dtype=dtype_of(spec.dtype), device="meta") for shape in shapes]
-        if outputs == "local" and data.is_split:
-            parts = [own_part(part, data, mesh.data, ranks.coordinates[DATA]) for part in parts]
-        tensor = _along_micro(parts, micro)
-        if mesh.pipe > 1:
-            tensor = tensor.contiguous() if last else torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.device)
-            _broadcast(tensor, ranks.groups[PIPE], mesh.pipe - 1)
-        found[value] = tensor
+        parts = _parts(i, value, types[value][0], results, prepared)
+        if value in made_of:
+            whole[value] = _shared(_along_micro(parts, types[value][0]), prepared)
+        if value in wanted:
+            if outputs == "local":
+                parts = [_own(part, types[value][1], prepared) for part in parts]
+            found[value] = _shared(_along_micro(parts, types[value][0]), prepared)
+    compute(late, whole, training)
+    for value in wanted - found.keys():
+        found[value] = whole[value]
+        if outputs == "local" and types[value][1].is_split:
+            micro, data = types[value]
+            count = prepared.ranks.mesh.microbatches if micro.is_split else 1
+            cut = [own_part(whole[value], micro, count, m) if micro.is_split else whole[value] for m in range(count)]
+            found[value] = _along_micro([_own(part, data, prepared) for part in cut], micro)
     return found
 
 
-def output_types(values: Sequence[Value], prepared: Prepared) -> Mapping[Value, tuple[Type, Type]]:
+def _parts(i: int, value: Value, micro: Type, results: Sequence[tuple[Tensor, ...]], prepared: Prepared) -> list[Tensor]:
+    """A delivered value by micro-batch; on stages before the last only its shapes, on the meta device."""
+    spec, mesh = prepared.captured.graph.spec(value), prepared.ranks.mesh
+    if prepared.ranks.coordinates[PIPE] == mesh.pipe - 1:
+        return [result[i].to(dtype_of(spec.dtype)) for result in results]
+    lengths = chunk_sizes(spec.shape[micro.dim], mesh.microbatches) if micro.is_split else ()
+    shapes = [(*spec.shape[: micro.dim], n, *spec.shape[micro.dim + 1 :]) for n in lengths] or [spec.shape]
+    return [torch.empty(shape, dtype=dtype_of(spec.dtype), device="meta") for shape in shapes]
+
+
+def _own(part: Tensor, data: Type, prepared: Prepared) -> Tensor:
+    ranks = prepared.ranks
+    return own_part(part, data, ranks.mesh.data, ranks.coordinates[DATA]) if data.is_split else part
+
+
+def _shared(tensor: Tensor, prepared: Prepared) -> Tensor:
+    """From the last stage to all. Collective over the stages."""
+    ranks = prepared.ranks
+    if ranks.mesh.pipe > 1:
+        last = ranks.coordinates[PIPE] == ranks.mesh.pipe - 1
+        tensor = tensor.contiguous() if last else torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.device)
+        _broadcast(tensor, ranks.groups[PIPE], ranks.mesh.pipe - 1)
+    return tensor
+
+
+def output_types(values: Sequence[Value], plan: Assignment, graph: Graph) -> Mapping[Value, tuple[Type, Type]]:
     """Value -> (type on micro, type on data) that the plan produces it with."""
-    graph, mesh = prepared.captured.graph, prepared.ranks.mesh
-    plan = assign(prepared.plan, graph)
+    mesh = plan.mesh
 
     def on(value: Value, axis: str) -> Type:
         index = mesh.index(axis)
         return R if index is None else plan.produced(graph, value.node, value.index)[index]
 
-    return {value: (on(value, "micro"), on(value, DATA)) for value in values}
+    return {value: (on(value, MICRO), on(value, DATA)) for value in values}
 
 
 def _along_micro(parts: Sequence[Tensor], type_: Type) -> Tensor:
