@@ -27,12 +27,14 @@ from planner.plan import Plan
 from runtime import checkpoint, collectives, compiled
 from runtime.batching import Batch, Parts, cut, expected_spec
 from runtime.clip import clip_gradients
+from runtime.data import BatchLoader, dataloader
 from runtime.fit import Loss, recapture, tensor_shapes, warn_of_differences
 from runtime.groups import check_world, home_device, start_world
 from runtime.local_op import RANDOM
 from runtime.lower import lower
 from runtime.outputs import join
 from runtime.pipeline import StageRunner, infer, train
+from runtime.samples import Collate
 from runtime.scaling import LossScale
 from runtime.setup import Form, Prepared, across_stages, prepare, share_buffers
 from runtime.state import register_tree
@@ -114,6 +116,24 @@ class ParallelModule(nn.Module):
         """Scale gradients to a total norm, over all axes, of at most ``max_norm``; returns the norm before."""
         own = self._own
         return clip_gradients(own.state.held.values(), own.ranks, max_norm, norm_type, error_if_nonfinite)
+
+    def dataloader(
+        self, dataset: Any, batch_size: int, seed: int = 0, *, shuffle: bool | None = None, drop_last: bool = True, num_workers: int = 0,
+        collate_fn: Collate | None = None,
+    ) -> BatchLoader:  # fmt: skip
+        """Batches for ``step``, as torch's DataLoader makes them: the whole global batch, or this rank's part where ``batch="local"``.
+
+        ``dataset``: map-style or iterable, the same on every rank. ``batch_size``: the plan's, over all ranks and micro-batches.
+        ``seed``: of the order and of random numbers drawn by the dataset or ``collate_fn``; the process's own are left alone.
+        ``shuffle``: None: yes, unless the dataset is a stream. ``drop_last``: a plan is for one shape, so a last incomplete batch is left
+        out; False fills it up with samples from the start of the epoch, which then count twice (as torch's DistributedSampler does).
+        ``num_workers``: processes that load; each reads its own copy of a stream (``torch.utils.data.get_worker_info`` tells which).
+
+        The loader has ``set_epoch``, ``state_dict`` and ``load_state_dict`` (also in the middle of an epoch, and under another layout).
+        Raises InputError where the batch size is not the plan's, or ranks do not agree on settings or length. Collective.
+        """
+        options: dict[str, Any] = dict(shuffle=shuffle, drop_last=drop_last, num_workers=num_workers, collate_fn=collate_fn)
+        return dataloader(self._own.plan, self._own.ranks, self._own.batch, dataset, batch_size, seed, **options)
 
     def gather_gradients(self) -> dict[str, Tensor | None]:
         """Name -> whole gradient (None where the plain model has none), on every rank; collective."""
