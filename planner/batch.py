@@ -3,7 +3,7 @@
 Every (value, dim) is an element. A rule joins the dims that share a factor, so the sets are the quantities of the model: the batch, the
 sequence, each hidden size. A set that holds a dim of a parameter is a feature, never the batch. Of the others the batch is the one that the
 fewest ops need whole: attention needs the sequence whole, nothing (or the loss alone) needs the batch whole. Sizes are never
-compared to find it.
+compared to find it. A batch of one row is seen in the same way, and then there is nothing to cut.
 """
 
 from __future__ import annotations
@@ -78,8 +78,6 @@ class _Dims:
     def _node(self, node: Node, rule: Rule) -> None:
         outputs = [Value(node.name, i) for i in range(len(node.outputs))]
         for factor, size in rule.sizes:
-            if size == 1:
-                continue
             ins = list(_leading(node.inputs, rule.inputs, factor, rule.size, rule.ignored))
             outs = list(_leading(outputs, rule.outputs, factor, rule.size))
             found = ins + outs
@@ -103,7 +101,7 @@ class _Dims:
                 for dim, size in enumerate(node.outputs[0].shape):
                     entry = found.setdefault(self.joined.find((Value(node.name), dim)), _Set())
                     entry.feature |= node.op == PARAMETER
-                    if node.op == INPUT and size > 1:
+                    if node.op == INPUT:
                         entry.inputs.append((node.target, dim))
                         entry.size = size
         for element, counts in self.whole:
@@ -137,7 +135,7 @@ def _leading(
 ) -> Iterator[Element]:
     for position, (value, own) in enumerate(zip(values, dims)):
         for place, dim in enumerate(own):
-            real = [f for f in dim if sizes[f] > 1]
+            real = [f for f in dim if sizes[f] > 1] or dim
             if position not in skip and real and real[0] == factor:
                 yield value, place
 
@@ -166,14 +164,24 @@ def infer_batch_dims(graph: Graph, given: Mapping[str, int | None] | None = None
     return replace(graph, batch_dims=tuple((name, found[name]) for name in inputs if name in found))
 
 
+def _is_single_row(entry: _Set, best: _Set) -> bool:
+    """True if this set is a batch of size 1: all inputs that have ``best`` have it, and fewer ops need it whole."""
+    covers = {name for name, _ in best.inputs} <= {name for name, _ in entry.inputs}
+    free = (entry.whole, entry.torn, entry.kernels) < (best.whole, best.torn, best.kernels)
+    return entry.size == 1 and entry.carries and covers and free
+
+
 def _found(graph: Graph) -> dict[str, int]:
     dims = _Dims(graph)
-    candidates = [entry for entry in dims.sets().values() if entry.inputs and not entry.feature]
+    quantities = [entry for entry in dims.sets().values() if entry.inputs and not entry.feature]
+    candidates = [entry for entry in quantities if entry.size > 1]
     if not candidates:
         return {}
     best = min(
         candidates, key=lambda s: (not s.carries, s.whole, s.torn, min(dim for _, dim in s.inputs), s.kernels + s.idle, -len(s.inputs))
     )
+    if any(_is_single_row(entry, best) for entry in quantities):
+        return {}
     # inputs that meet in the loss only (two towers) form sets of their own: as clean as the best, along the same dim, of the same size
     along = {dim for _, dim in best.inputs}
     batch = [best]

@@ -36,7 +36,8 @@ class StageParameter:
 
 @dataclass(frozen=True)
 class OutputPart:
-    """A tensor leaf of the model's output, or what one is made of (``runtime.epilogue``): whole on every ranked axis; ``micro`` says how micro-batches join (S: cat, P: sum, R: any)."""
+    """A tensor leaf of the model's output, or what one is made of (``runtime.epilogue``): whole on every ranked axis.
+    ``micro`` says how micro-batches join (S: cat, P: sum, R: any)."""
 
     value: Value
     micro: Type
