@@ -140,7 +140,7 @@ def candidates(graph: Graph, profile: HardwareProfile, gpus: int, pins: Pins) ->
         for m in counts:
             found.append((Candidate(Mesh(pipe, data, tensor, m), _schedule(pipe, pins), pins.recompute or "none"), m == first))
     if not found:
-        raise _no_candidate(batch, gpus, pins)
+        raise _no_candidate(graph, batch, gpus, pins)
     return found
 
 
@@ -169,10 +169,14 @@ def divisors(size: int, most: int) -> list[int]:
     return found
 
 
-def _no_candidate(batch: Batch, gpus: int, pins: Pins) -> Exception:
+def _no_candidate(graph: Graph, batch: Batch, gpus: int, pins: Pins) -> Exception:
     parts = [f"{name}={value}" for name, value in (("data", pins.data), ("microbatches", pins.microbatches)) if value is not None]
     if batch.size == 0:
-        return BatchError(f"no input has a batch dim to cut into {' and '.join(parts)}; name it: batch_dims={{'x': 0}}")
+        shapes = ", ".join(f"{node.target!r} {list(node.outputs[0].shape)}" for node in graph.of(INPUT))
+        return BatchError(
+            f"no input has a batch of more than one row to cut into {' and '.join(parts)} (inputs: {shapes or 'no tensors'}); "
+            "where there is one that the graph does not show, name its dim: batch_dims={'x': 0}"
+        )
     what = f"{pins.data} data ranks" if pins.data else ""
     if pins.microbatches:
         what += (" and " if what else "") + f"{pins.microbatches} micro-batches"

@@ -19,7 +19,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cost_models import HardwareProfile
 from planner.attempt import GAP, Found, Prepared, Request, Workshop
@@ -125,6 +125,9 @@ class _Search:
         except (BatchError, InfeasibleError) as error:
             self.errors.append(error)
             self.tried.append(Found(candidate, math.inf, math.inf, why=str(error)))
+            whole = replace(candidate, mesh=replace(candidate.mesh, microbatches=1))
+            if isinstance(error, BatchError) and self.request.pins.microbatches is None and whole not in self.seen:
+                self.push(whole, self.bounds.step_s(whole), turn)
             return
         self.push(candidate, max(bound, least(self.prepared[candidate].tables.problem)), turn)
 
