@@ -116,7 +116,8 @@ def test_training_equals_plain_loading_on_one_process(layout: dict[str, int], ba
     # the order of the epochs, as one process without a plan would read it
     one = alone(TensorDataset(torch.arange(SAMPLES)), seed=3, drop_last=False)
     order = [rows for _ in range(2) for rows in indices(one)]
-    assert len(order) == 6 and sorted([row for rows in order[:3] for row in rows][:SAMPLES]) == list(range(SAMPLES)) and order[:3] != order[3:]
+    read = [row for rows in order[:3] for row in rows]
+    assert len(order) == 6 and sorted(read[:SAMPLES]) == list(range(SAMPLES)) and order[:3] != order[3:]
     losses, state = plainly(order, dataset)
     for got, found in launch(trained, plan, batch, dataset, 2, dict(drop_last=False), timeout_s=90, start="fork"):
         assert len(got) == len(losses) and all(relative(a, b) < 1e-10 for a, b in zip(got, losses))
