@@ -25,6 +25,7 @@ from planner.torch_ops import spec_of
 from planner.trace import Captured
 from runtime import compiled
 from runtime.groups import Ranks, connect
+from runtime.guests import invite
 from runtime.lower import lower
 from runtime.materialize import Source
 from runtime.parameters import Held, held_parameters, install, shard_fully
@@ -66,6 +67,7 @@ def prepare(
     if compile:
         compiled.step_around(stage)
         compiled.compile_segments(stage)
+    invite(stage, ranks)
     holders = across_stages(list(stage.parameters), ranks)
     install(stage, specs, source, ranks)
     install_buffers(stage, captured.constants, source, device)
