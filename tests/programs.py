@@ -152,7 +152,8 @@ def along(pick: Pick, x: Tensor) -> Made:
     if not x.dim():
         return None
     d = pick(x.dim())
-    f = [torch.softmax, torch.log_softmax, torch.cumsum, lambda x, d: x.flip(d), lambda x, d: x.roll(1, d), lambda x, d: F.normalize(x, dim=d, eps=1e-3)][pick(6)]  # fmt: skip
+    moves = [lambda x, d: x.flip(d), lambda x, d: x.roll(1, d), lambda x, d: F.normalize(x, dim=d, eps=1e-3)]
+    f = [torch.softmax, torch.log_softmax, torch.cumsum, *moves][pick(6)]
     return [], lambda p, x: f(x, d)
 
 

@@ -6,7 +6,6 @@ same each time.
 
 from __future__ import annotations
 
-
 import torch
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st

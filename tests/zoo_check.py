@@ -205,7 +205,9 @@ def check(subject: Subject, entry: Any, layout: str, simulate: bool = True, time
     return Outcome(status, detail, dtype, share, None if is_random else planning, time.perf_counter() - started)
 
 
-def outcomes(entry: Any, loss_of: Callable[[Any], Tensor], layouts: Mapping[str, Any] | list[str], **options: Any) -> Iterator[tuple[str, Outcome]]:
+def outcomes(
+    entry: Any, loss_of: Callable[[Any], Tensor], layouts: Mapping[str, Any] | list[str], **options: Any
+) -> Iterator[tuple[str, Outcome]]:
     """(layout, outcome) for every layout; a model that cannot be captured is refused in all of them."""
     try:
         subject = Subject.of(entry, loss_of)
