@@ -72,7 +72,10 @@ def quantities(problem: Problem, choice: Choice) -> Array:
         made = type_made(problem, tensor, choice)
         for reading in tensor.readings:
             for target in sorted({int(problem.ops[op].wants[i][choice[op]]) for op, i in reading.readers}):
-                totals += np.outer(conversion(tensor, reading, made, target), reading.count)
+                cost = conversion(tensor, reading, made, target)
+                if not np.isfinite(cost).all():
+                    return np.full_like(totals, np.inf)
+                totals += np.outer(cost, reading.count)
             totals[Q["saved"]] += _saved(problem, tensor, reading.saving, choice) * reading.count
         if tensor.crossings.any():
             forward, backward = tensor.send[tensor.made.index(made)]

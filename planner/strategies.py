@@ -53,17 +53,20 @@ class Catalogue:
     @functools.cached_property
     def heavy(self) -> frozenset[int]:
         """The op classes that must be split: matmul-like, without the smallest that together make up ``SPARED`` of the FLOPs."""
-        flops = {
-            op.index: rule.flops * len(op.members)
-            for op in self.fold.ops
-            if (rule := self.rules.get(op.index)) is not None and rule.kind in MATMUL_LIKE
-        }
-        left, found = SPARED * sum(flops.values()), set(flops)
-        for index in sorted(flops, key=lambda i: (flops[i], i)):
-            left -= flops[index]
+        alike: dict[tuple[object, ...], set[int]] = {}
+        flops: dict[tuple[object, ...], float] = {}
+        for op in self.fold.ops:
+            rule = self.rules.get(op.index)
+            if rule is not None and rule.kind in MATMUL_LIKE:
+                key: tuple[object, ...] = (op.node.op, rule.sizes, rule.inputs)  # the first block's projection counts with those of the others
+                alike.setdefault(key, set()).add(op.index)
+                flops[key] = flops.get(key, 0.0) + rule.flops * len(op.members)
+        left, found = SPARED * sum(flops.values()), set().union(*alike.values())
+        for key in sorted(flops, key=lambda k: (flops[k], min(alike[k]))):
+            left -= flops[key]
             if left < 0:
                 break
-            found.discard(index)
+            found -= alike[key]
         return frozenset(found)
 
     @functools.cached_property

@@ -170,7 +170,8 @@ class Builder:
 
     def _saves(self, op: OpClass, mode: str) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         inputs, outputs = len(op.node.inputs), len(op.node.outputs)
-        if op.index not in self.catalogue.rules or not any(self.catalogue.grad_out(op)) or mode == "full":
+        trains = self.fold.training and op.index in self.catalogue.rules and any(self.catalogue.grad_out(op))
+        if not trains or mode == "full":
             return (False,) * inputs, (False,) * outputs
         if mode == "selective":
             return (False,) * inputs, (self._kind(op) in MATMUL_LIKE,) * outputs

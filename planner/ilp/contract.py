@@ -1,8 +1,8 @@
 """Fewer variables: ops that follow a neighbour are decided together with it.
 
 * A view or unary pointwise op with one reader is joined to that reader: it makes what the reader wants, and conversions happen before
-  it. (For a view that is the same price. A pointwise op could also run on less and be gathered after: that is given up.)
-* A view that is the only reader of its tensor is joined to the producer: conversions happen after it, at the same price.
+  it. (For a view that is the same communication. A pointwise op could also run on less and be gathered after: that is given up.)
+* A view that is the only reader of its tensor is joined to the producer: conversions happen after it, with the same communication.
 * A parameter with one storage for every type that its only reader wants is joined to the reader.
 
 A joined *cluster* has as strategies the combinations in which the tensors between its members fit. Of combinations that look alike from

@@ -212,7 +212,7 @@ class _Writer:
 
     def add_memory(self) -> None:
         problem = self.problem
-        self.unit = problem.memory_limit if math.isfinite(problem.memory_limit) else memory_bound(self.contraction)
+        self.unit = memory_bound(self.contraction) if self.goal == "memory" else problem.memory_limit
         self.most = Affine(0.0, {self.program.variable(math.inf): 1.0}) if self.goal == "memory" else Affine(1.0)
         floors = [peak_least(self.contraction, peak) for peak in problem.peaks]
         for k in range(problem.stages):
