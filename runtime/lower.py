@@ -85,6 +85,7 @@ class Lowering:
         self.parts: dict[int, Part] = {ROOT: Part(ROOT)}
         self.owner: dict[Key, int] = {}
         self.prologue_keys: list[Key] = []
+        self.prologue_sources: dict[str, str] = {}
         self.roots = frozenset([*delivered(graph, assignment), *(v for _, v in graph.mutations), *([graph.loss] if graph.loss else [])])
         self.parameters: dict[str, StageParameter] = {}
         self.buffers: dict[str, str] = {}
@@ -181,6 +182,7 @@ class Lowering:
             parameters=self.parameters,
             buffers=self.buffers,
             constants=self.constants,
+            prologue_sources=self.prologue_sources,
             segment_names=tuple(f"seg_{i}" for i in sorted(self.parts) if i != ROOT),
         )
 
@@ -366,6 +368,7 @@ class Lowering:
                 )
         nested = Lowering(self.graph, self.plan, {PIPE: 0, **self._coordinates()}, "step", self.training)
         module, names = nested.flat(wanted)
+        self.prologue_sources = {**nested.buffers, **nested.constants}
         self.prologue_keys = [k for v in wanted if (k := self.summed(v, self.everywhere(v))) is not None]
         return module, names
 

@@ -78,6 +78,7 @@ def prepare(
         held |= outputs_only(stages[FORWARD], specs, holders, source, ranks)
     held |= unused(model, holders, source, ranks)
     state = make_state(model, graph, stage, held, specs, source, ranks)
+    state.unset = unset_anywhere(source, ranks)
     return Prepared(plan, captured, ranks, state, base, stages, Variants(stage), seed)
 
 
@@ -90,6 +91,15 @@ def agree_on_seed(ranks: Ranks) -> int:
     if ranks.groups:
         dist.broadcast(seed, group=ranks.groups["world"], group_src=0)
     return int(seed.item())
+
+
+def unset_anywhere(source: Source, ranks: Ranks) -> dict[str, str]:
+    """What any rank found without a value."""
+    everyones: list[Any] = [source.unset]
+    if ranks.groups:
+        everyones = [None] * ranks.mesh.world_size
+        dist.all_gather_object(everyones, source.unset, group=ranks.groups["world"])
+    return {name: owner for one in everyones for name, owner in one.items()}
 
 
 @torch.no_grad()
@@ -170,7 +180,7 @@ def share_buffers(stage: Stage, constants: Mapping[str, Tensor], state: State, b
         for name, path in [*stage.buffers.items(), *stage.constants.items()]:
             put_buffer(stage.module, path, values[name].to(state.ranks.device))
     if stage.prologue is not None:
-        for name, path in getattr(stage, "prologue_sources", {}).items():
+        for name, path in stage.prologue_sources.items():
             put_buffer(stage.prologue, path, values[name].to(state.ranks.device))
 
 

@@ -66,5 +66,7 @@ class Stage:
     parameters: dict[str, StageParameter] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
     constants: dict[str, str] = field(default_factory=dict)
+    prologue_sources: dict[str, str] = field(default_factory=dict)
+    """Buffers and constants that the prologue reads: name -> attribute path on ``prologue``."""
     segment_names: tuple[str, ...] = ()
     """Attribute names of the segments in order, ``seg_0``, ..."""

@@ -3,6 +3,8 @@
 Equality to 1e-10 can only be asked of a computation that is float64 throughout.
 """
 
+import functools
+
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +25,7 @@ def doubled(model: torch.nn.Module) -> torch.nn.Module:
     model.double()
     plain = model.forward
 
+    @functools.wraps(plain)
     def forward(*args, **kwargs):
         with Double():
             return plain(*args, **kwargs)

@@ -61,6 +61,8 @@ def run(graph: Graph, constants, plan: Plan, model, inputs, mode="step", trainin
                 install(stage.module, path, state[name].detach().clone())
             for name, path in stage.constants.items():
                 install(stage.module, path, constants[name])
+            for name, path in stage.prologue_sources.items():
+                install(stage.prologue, path, state[name].detach().clone() if name in state else constants[name])
             stages.append(stage)
         totals = []
         for stage in stages:
