@@ -58,7 +58,11 @@ class Catalogue:
         for op in self.fold.ops:
             rule = self.rules.get(op.index)
             if rule is not None and rule.kind in MATMUL_LIKE:
-                key: tuple[object, ...] = (op.node.op, rule.sizes, rule.inputs)  # the first block's projection counts with those of the others
+                key: tuple[object, ...] = (
+                    op.node.op,
+                    rule.sizes,
+                    rule.inputs,
+                )
                 alike.setdefault(key, set()).add(op.index)
                 flops[key] = flops.get(key, 0.0) + rule.flops * len(op.members)
         left, found = SPARED * sum(flops.values()), set().union(*alike.values())

@@ -12,10 +12,12 @@ Traps of PuLP 3.3.2, each answered here:
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,7 +44,14 @@ class Solution:
 
 def solver_names() -> list[str]:
     """Installed solvers that are used, best first."""
-    return [name for name in ("HiGHS", "PULP_CBC_CMD") if pulp.getSolver(name, msg=False).available()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 4 drops PULP_CBC_CMD; this project keeps below 4
+        return [name for name in ("HiGHS", "PULP_CBC_CMD") if pulp.getSolver(name, msg=False).available()]
+
+
+@functools.cache
+def _first_solver() -> str | None:
+    return next(iter(solver_names()), None)
 
 
 def solve(program: Program, time_limit: float = 60.0, gap: float = 1e-4, solver: str | None = None) -> Solution:
@@ -56,7 +65,7 @@ def solve(program: Program, time_limit: float = 60.0, gap: float = 1e-4, solver:
         return Solution("infeasible", None, math.inf, math.inf, 0.0, "none")
     if not any(program.integer) and not program.rows:
         return Solution("optimal", (0.0,) * len(program.uppers), program.objective.constant, program.objective.constant, 0.0, "none")
-    name = solver or next(iter(solver_names()), None)
+    name = solver or _first_solver()
     if name is None:
         raise ShardwrightError("no solver is installed; install one with: pip install highspy")
     problem, variables = _to_pulp(program)
@@ -127,7 +136,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _cbc(program: Program, problem: Any, variables: list[Any], time_limit: float, gap: float, started: float) -> Solution:
-    problem.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=max(1.0, time_limit), gapRel=gap, threads=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        problem.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=max(1.0, time_limit), gapRel=gap, threads=1))
     seconds = time.perf_counter() - started
     constant = program.objective.constant
     if problem.sol_status == pulp.LpSolutionInfeasible:

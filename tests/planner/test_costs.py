@@ -9,17 +9,18 @@ from planner.costs import Precision, Pricer
 from planner.fold import Fold
 from planner.graph import Spec
 from planner.ilp.problem import Q
+from planner.memory import Optimizer
 from planner.mesh import Mesh
 from planner.sharding import parse
 from planner.strategies import Catalogue
 from planner.tables import Builder, Options
-from planner.memory import Optimizer
 from tests.planner.small_graphs import Maker, mlp, prepared, profile, workshop
 
+TWO_BY_TWO = Mesh(1, 2, 2)
 BIG = Spec((4096, 4096), "float32")
 
 
-def pricer(mesh: Mesh = Mesh(1, 2, 2), precision: str = "fp32", training: bool = True) -> Pricer:
+def pricer(mesh: Mesh = TWO_BY_TWO, precision: str = "fp32", training: bool = True) -> Pricer:
     return Pricer(profile("h100:8"), mesh, Precision(precision), training)
 
 

@@ -16,11 +16,20 @@ from planner.mesh import Mesh
 from planner.sharding import parse
 from tests.planner.small_graphs import Maker, mlp, prepared, profile
 
+FOUR_BY_TWO = Mesh(1, 4, 2)
 SPEC = Spec((1024, 1024), "float32")
 MIB4 = SPEC.nbytes
 
 
-def cost(stored: str, use: str = "", fsdp: bool = False, mesh: Mesh = Mesh(1, 4, 2), optimizer: str | int = "adamw", precision: str = "fp32", trains: bool = True):
+def cost(
+    stored: str,
+    use: str = "",
+    fsdp: bool = False,
+    mesh: Mesh = FOUR_BY_TWO,
+    optimizer: str | int = "adamw",
+    precision: str = "fp32",
+    trains: bool = True,
+):
     pricer = Pricer(profile("h100:8"), mesh, Precision(precision), True)
     storage = Storage(parse(stored), parse(use or stored), fsdp)
     return storage_cost(storage, SPEC, trains, pricer, Optimizer.of(optimizer), Unit(MIB4), 10 * BUCKET_BYTES)

@@ -32,9 +32,7 @@ def slowest(w: Weights, stages: tuple[int, ...]) -> float:
 
 
 def fullest(w: Weights, stages: tuple[int, ...], in_flight: list[int]) -> list[float]:
-    return [
-        sum(w.state[i] + in_flight[k] * w.saved[i] for i, s in enumerate(stages) if s == k) for k in range(max(stages) + 1)
-    ]
+    return [sum(w.state[i] + in_flight[k] * w.saved[i] for i, s in enumerate(stages) if s == k) for k in range(max(stages) + 1)]
 
 
 @pytest.mark.parametrize("pipe", [2, 3, 4])
