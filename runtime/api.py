@@ -174,7 +174,9 @@ class _Own:
         if form not in self.runners:
             prepared = self.prepared
             if form not in prepared.stages:
-                prepared.stages[form] = lower(self.graph, self.plan, self.ranks.coordinates, mode=form[0], training=form[1])
+                prepared.stages[form] = lower(
+                    self.graph, self.plan, self.ranks.coordinates, mode=form[0], training=form[1], opaque=prepared.captured.opaque
+                )
             stage = prepared.stages[form]
             runner = StageRunner(stage, self.ranks.device, self.plan.precision)
             if form != prepared.base:
@@ -187,6 +189,7 @@ class _Own:
         return self.runners[form]
 
     def parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:
+        self.state.check_set()
         named = bind(self.spec, args, kwargs, self.model)
         return cut(named, self.sizes, self.plan.model.batch_dims, self.mesh, self.ranks.coordinates[DATA], self.batch)
 

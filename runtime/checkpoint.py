@@ -37,11 +37,14 @@ from runtime.state import State
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+LEFT_OUT = "left-out"
+"""Prefix of the buffers that are no part of the model's own state_dict."""
 _LIMIT_BYTES = 256 * 2**20
 
 
 def save(state: State, directory: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Collective. Raises CheckpointError on every rank where any rank could not write; the checkpoint before it is then still whole."""
+    state.check_set()
     token = _agree(state, lambda: secrets.token_hex(8))
     folder, rank = directory / f"data-{token}", state.ranks.rank
     name = f"{folder.name}/rank-{rank:05d}.safetensors"
@@ -71,9 +74,11 @@ def _own_pieces(state: State, saved: OptimizerState | None) -> Iterator[tuple[st
         for field, tensor in (saved.tensors.get(name, {}) if saved else {}).items():
             yield f"optimizer/{name}/{field}", held.spec.shape, dtype_name(tensor.dtype), part, tensor
     if state.ranks.rank == 0:
+        saved_by_the_model = {state.canonical(key) for key in state.keys}
         for name, buffer in state.buffers.items():
-            if any(state.canonical(key) == name for key in state.keys):
-                yield f"model/{name}", tuple(buffer.shape), dtype_name(buffer.dtype), whole_part(buffer.shape), buffer
+            # buffers that the model's own state_dict leaves out are for models on meta, which cannot compute them
+            key = f"model/{name}" if name in saved_by_the_model else f"{LEFT_OUT}/{name}"
+            yield key, tuple(buffer.shape), dtype_name(buffer.dtype), whole_part(buffer.shape), buffer
 
 
 def _publish(directory: Path, folder: Path, reports: list[dict[str, Any]], saved: OptimizerState | None) -> None:
@@ -107,10 +112,19 @@ def _publish(directory: Path, folder: Path, reports: list[dict[str, Any]], saved
 def load(state: State, directory: Path, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Collective. Raises CheckpointError on every rank, before anything is changed, where the checkpoint is damaged or does not fit."""
 
+    saved_by_the_model = {state.canonical(key) for key in state.keys}
+
+    def key_of(buffer: str) -> str:
+        """A buffer that the model's own state_dict leaves out is read only where the model could not compute it."""
+        return f"{LEFT_OUT}/{buffer}" if buffer in state.unset and buffer not in saved_by_the_model else f"model/{buffer}"
+
     def read() -> Checkpoint:
         found = Checkpoint(directory)
         for name, stored in state.stored.items():
             found.expect(f"model/{name}", stored.spec.shape, stored.spec.dtype)
+        for name, buffer in state.buffers.items():
+            if key_of(name) in found.manifest["tensors"]:
+                found.expect(key_of(name), tuple(buffer.shape), dtype_name(buffer.dtype))
         if optimizer is not None and found.manifest["optimizer"] is None:
             raise CheckpointError(f"{directory} was saved without an optimizer: load it without one, or use save(directory, optimizer)")
         found.verify(state.ranks.rank, state.ranks.mesh.world_size)
@@ -121,8 +135,8 @@ def load(state: State, directory: Path, optimizer: torch.optim.Optimizer | None 
         for name, held in state.held.items():
             held.local.copy_(found.read(f"model/{name}", held.part(state.ranks)))
         for name, buffer in state.buffers.items():
-            if f"model/{name}" in found.manifest["tensors"]:
-                buffer.copy_(found.read(f"model/{name}", whole_part(buffer.shape)))
+            if key_of(name) in found.manifest["tensors"]:
+                buffer.copy_(found.read(key_of(name), whole_part(buffer.shape)))
         if optimizer is not None:
             load_optimizer(state, optimizer, found.manifest["optimizer"], found.manifest["groups"], found.read_fields)
     RANDOM.seed, RANDOM.step = found.manifest["random"]["seed"], found.manifest["random"]["step"]

@@ -1,7 +1,8 @@
 """Whole parameters and buffers of a model, by name: its own where it has memory, initialised one module at a time where it is on meta.
 
 A module on the meta device is initialised as its classes do it: ``reset_parameters``, then (Hugging Face) the ``_init_weights`` of the
-model around it. Every rank draws the same numbers from one seed per module, whatever it needs of the model.
+model around it. Every rank draws the same numbers from one seed per module, whatever it needs of the model. What no class initialises
+is *unset* until a checkpoint is loaded (or a value is written to it); nothing is computed or saved before.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from planner.errors import InputError
 
 
 class Source:
-    """``source(name)`` -> the whole tensor. At most one meta module has memory at a time."""
+    """``source(name)`` -> the whole tensor. At most one meta module has memory at a time.
+
+    ``unset``: names asked for that no class initialises -> the class; their values are NaN, or the least integer.
+    """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.model, self.seed = model, seed
+        self.unset: dict[str, str] = {}
         self._path: str | None = None
         self._found: dict[str, Tensor] = {}
 
@@ -35,11 +40,8 @@ class Source:
         if path != self._path:
             self._found, self._path = self._initialise(module, path), path
         value = self._found[leaf]
-        if _left_out(value):
-            raise InputError(
-                f"{name!r} is on the meta device and {type(module).__name__} does not say how to initialise it: give the class a "
-                f"reset_parameters() that sets it, or build the model with memory"
-            )
+        if is_unset(value):
+            self.unset[name] = type(module).__name__
         return value
 
     def _initialise(self, module: nn.Module, path: str) -> dict[str, Tensor]:
@@ -76,7 +78,8 @@ def _unset(like: Tensor) -> Tensor:
     return torch.full(like.shape, value, dtype=like.dtype)
 
 
-def _left_out(value: Tensor) -> bool:
+def is_unset(value: Tensor) -> bool:
+    """True if a part of a tensor holds what ``_unset`` fills it with (which bytes and booleans cannot show)."""
     if not value.numel() or value.dtype == torch.bool:
         return False
     if value.is_floating_point() or value.is_complex():

@@ -62,7 +62,7 @@ def prepare(
     take_first_ranks_values(model, ranks)
     source, specs = Source(model, seed), {name: spec_of(p) for name, p in model.named_parameters()}
     base = TRAIN if graph.loss is not None else FORWARD
-    stage = lower(graph, plan, ranks.coordinates, mode=base[0], training=True)
+    stage = lower(graph, plan, ranks.coordinates, mode=base[0], training=True, opaque=captured.opaque)
     stages = {base: stage}
     if compile:
         compiled.step_around(stage)
@@ -74,7 +74,7 @@ def prepare(
     shard_fully(stage, ranks, plan.precision)
     held = held_parameters(stage, specs, holders)
     if base == TRAIN and any(node.target not in holders for node in graph.of(PARAMETER)):
-        stages[FORWARD] = lower(graph, plan, ranks.coordinates, mode="forward", training=True)
+        stages[FORWARD] = lower(graph, plan, ranks.coordinates, mode="forward", training=True, opaque=captured.opaque)
         held |= outputs_only(stages[FORWARD], specs, holders, source, ranks)
     held |= unused(model, holders, source, ranks)
     state = make_state(model, graph, stage, held, specs, source, ranks)

@@ -7,19 +7,21 @@ is held whole by the first stage, so that no name of the model is lost.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from planner.errors import InputError
 from planner.graph import Spec
 from planner.mesh import DATA, PIPE, TENSOR
 from planner.sharding import R, Sharding
 from planner.torch_ops import dtype_of, spec_of
 from runtime.compat import all_gather_single
 from runtime.groups import Ranks
+from runtime.materialize import is_unset
 from runtime.parameters import Held
 from runtime.parts import Part, part_of, splitting_axes
 
@@ -48,9 +50,26 @@ class State:
     aliases: dict[str, str]
     keys: tuple[str, ...]
     """Keys of the model's own ``state_dict()``: its parameters and persistent buffers, every alias."""
+    unset: dict[str, str] = field(default_factory=dict)
+    """Parameters and buffers of a model on meta that no class initialised -> the class; the same on every rank."""
 
     def canonical(self, name: str) -> str:
         return self.aliases.get(name, name)
+
+    def check_set(self) -> None:
+        """Raises InputError, on every rank, naming a parameter or buffer that still has no value. Collective while there are any."""
+        if not self.unset:
+            return
+        here = {name: one.local for name, one in self.held.items()} | self.buffers
+        still = torch.tensor([int(n in here and is_unset(here[n])) for n in self.unset], device=self.ranks.device)
+        if self.ranks.groups:
+            dist.all_reduce(still, dist.ReduceOp.MAX, group=self.ranks.groups["world"])
+        self.unset = {name: owner for (name, owner), flag in zip(self.unset.items(), still.tolist()) if flag}
+        for name, owner in self.unset.items():
+            raise InputError(
+                f"{name!r} has no value: the model is on the meta device and {owner} does not say how to initialise it. Load a checkpoint "
+                f"first, give the class a reset_parameters() that sets it, or build the model with memory"
+            )
 
     # ------------------------------------------------------------ whole tensors
 
@@ -93,6 +112,7 @@ class State:
             yield name, self.whole(name, held.local if held else None)
 
     def gather_state_dict(self) -> dict[str, Tensor]:
+        self.check_set()
         found = dict(self.whole_parameters()) | {name: buffer.clone() for name, buffer in self.buffers.items()}
         return {key: found[self.canonical(key)] for key in self.keys if self.canonical(key) in found}
 

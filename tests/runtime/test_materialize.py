@@ -39,8 +39,15 @@ def test_real_values_are_taken_as_they_are() -> None:
 
 
 def test_what_nobody_initialises_is_named() -> None:
-    with pytest.raises(InputError, match=r"'counts' is on the meta device and Buffers does not say how"):
-        Source(on_meta(builds.Buffers), 0)("counts")
+    source = Source(on_meta(builds.Buffers), 0)
+    assert source("counts").isnan() and not source("norm.weight").isnan().any()
+    assert source.unset == {"counts": "Buffers"}
+    parallel = parallelize(on_meta(builds.Buffers), plan_of(builds.buffers, dtype=torch.float32))
+    for call in (lambda: parallel.step(*builds.buffers()[1][0]), parallel.gather_state_dict, lambda: parallel.save("never")):
+        with pytest.raises(InputError, match=r"'counts' has no value: .* Buffers does not say how to initialise it. Load a checkpoint"):
+            call()
+    parallel.counts.zero_(), parallel.scale.fill_(1.0)
+    assert not parallel.step(*builds.buffers()[1][0]).isnan()
     with pytest.raises(InputError, match="no parameter or buffer 'x'"):
         Source(builds.Plain(), 0)("x")
 
