@@ -1,8 +1,8 @@
 """What a training run of a case gives, recorded in the same way for the plain model and for a plan on every rank, and compared.
 
-    want = plain(case)                                   # one process, the unmodified model
-    for got in planned(case, plan):                      # real gloo processes; one record per rank
-        assert not differences(got, want, case)
+want = plain(case)                                   # one process, the unmodified model
+for got in planned(case, plan):                      # real gloo processes; one record per rank
+    assert not differences(got, want, case)
 """
 
 from __future__ import annotations
@@ -77,15 +77,20 @@ class Record:
     output: Any = None
     """Of a forward in the model's own mode, after training."""
     held: dict[str, Held] = field(default_factory=dict)
-    """Only for plans: this rank's parameters after the first step."""
+    """This rank's parameters after the last step, before the optimizer's."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's parts of the parameters and its buffers, in the end."""
 
 
 @dataclass
 class Held:
     placements: tuple[str, ...]
-    local: Tensor
     grad: Tensor | None
     trainable: bool
+
+    @property
+    def is_whole(self) -> bool:
+        return all(placement == "Replicate()" for placement in self.placements)
 
 
 class Plain(nn.Module):
@@ -124,23 +129,23 @@ def record(module: Any, one: Case, args: Any, kwargs: Any, make_optimizer: Calla
     for _ in range(steps):
         found.losses.append(module.step(*args, **kwargs))
         found.gradients.append(module.gather_gradients())
-        found.held = found.held or held(module)
+        found.held = {name: hold(parameter) for name, parameter in module.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
     found.output = module(*args, **kwargs)
     found.state = module.gather_state_dict()
+    found.values = {name: local(tensor).clone() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
     return found
 
 
-def held(module: nn.Module) -> dict[str, Held]:
-    def one(p: nn.Parameter) -> Held:
-        value, grad = p.detach(), p.grad
-        if not isinstance(value, DTensor):
-            return Held((), value.clone(), None if grad is None else grad.clone(), p.requires_grad)
-        local_grad = None if grad is None else grad.to_local().clone()
-        return Held(tuple(map(repr, value.placements)), value.to_local().clone(), local_grad, p.requires_grad)
+def hold(parameter: nn.Parameter) -> Held:
+    placements = tuple(map(repr, parameter.placements)) if isinstance(parameter, DTensor) else ()
+    return Held(placements, None if parameter.grad is None else local(parameter.grad).clone(), parameter.requires_grad)
 
-    return {name: one(p) for name, p in module.named_parameters()}
+
+def local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def plain(one: Case, build: Mapping[str, Any] | None = None, make_optimizer: Any = sgd) -> Record:
@@ -205,8 +210,7 @@ def _tensors_differ(where: str, got: Any, want: Tensor, tolerance: float) -> Ite
         if not torch.equal(got, want):
             yield f"{where}: {got.tolist()}, not {want.tolist()}"
     else:
-        error = float((got.double() - want.double()).norm() / max(float(want.double().norm()), 1e-3))
+        off = torch.where(got == want, 0.0, got.double() - want.double())  # infinities are equal or far off
+        error = float(off.norm() / want.double().nan_to_num(posinf=1.0, neginf=1.0).norm().clamp_min(1e-3))
         if not error <= tolerance:
             yield f"{where}: off by {error:.3g} of its norm"
-
-
