@@ -101,8 +101,8 @@ def build(in_spec: Mapping[str, Any], leaf: Callable[[Mapping[str, Any]], Any]) 
 
 
 def inputs_from_spec(in_spec: Mapping[str, Any], device: str = "meta") -> Inputs:
-    """Uninitialised inputs of the planned shapes; on the meta device they take no memory."""
-    return build(in_spec, lambda leaf: torch.empty(leaf["shape"], dtype=dtype_of(leaf["dtype"]), device=device))
+    """Zeros of the planned shapes (valid numbers and indices alike); on the meta device they take no memory."""
+    return build(in_spec, lambda leaf: torch.zeros(leaf["shape"], dtype=dtype_of(leaf["dtype"]), device=device))
 
 
 def bind(

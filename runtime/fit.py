@@ -23,7 +23,9 @@ def recapture(model: nn.Module, plan: Plan, loss: Loss | None, opaque: Sequence[
     loss = loss or plan._loss
     if plan.model.loss == "callable" and loss is None:
         raise PlanError("the plan was made with a loss function, which a plan file does not hold: pass parallelize(..., loss=...)")
-    inputs = inputs_from_spec(plan.model.inputs)
+    real = bool(opaque) and not any(p.is_meta for p in model.parameters())
+    # what an opaque submodule returns may only be known by running it
+    inputs = inputs_from_spec(plan.model.inputs, "cpu" if real else "meta")
     dims = {name: plan.model.batch_dims.get(name) for name in tensor_shapes(plan.model.inputs)}
     used = loss if plan.model.loss == "callable" else None
     check_parameters(model, plan)

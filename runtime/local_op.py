@@ -7,7 +7,7 @@ the rules.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ DROPOUT_PROBABILITIES = {"aten.scaled_dot_product_attention.default": 4}
 """Op -> position of a dropout probability: zero in ``eval()``."""
 
 
+OPAQUE = "shard.opaque"
+"""A submodule taken as one op: ``shard.opaque(key, tensors, states)``."""
 NEED_STRIDES = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default",
                 "aten.view_as.default": "aten.reshape_as.default"}  # fmt: skip
 """Ops that need a whole tensor's strides: a part of it may not have them, so the op that copies where it must runs instead."""
@@ -210,6 +212,8 @@ def _fill(arg: Any, remaining: Iterator[Any]) -> Any:
 
 def returns_sequence(node: Node) -> bool:
     """True if the op returns a tuple or list, also one of length 1."""
+    if node.op == OPAQUE:
+        return True
     op = resolve(node.op)
     schema = getattr(op, "_schema", None)
     if schema is None:
@@ -224,8 +228,11 @@ def local_call(
     axes: Sequence[Axis],
     coords: Sequence[int],
     training: bool = True,
+    opaque: Mapping[str, Callable[..., Any]] | None = None,
 ) -> LocalOp:
-    """The op of ``node`` as the rank at ``coords`` runs it."""
+    """The op of ``node`` as the rank at ``coords`` runs it. ``opaque``: what runs the submodules taken as one op, by key."""
+    if node.op == OPAQUE:
+        return LocalOp(in_context(_opaque_call(node, opaque or {}), node.context), node.args[1:], {})
     args, kwargs = local_args(node, rule, strategy, axes, coords)
     if not training:
         args = evaluation_mode(node, args)
@@ -238,6 +245,19 @@ def local_call(
         sharding = strategy.outputs[0] if strategy and strategy.per_axis else ()
         call = seeded(call, node.name, random_coords(sharding, axes, coords))
     return LocalOp(call, args, kwargs, random)
+
+
+def _opaque_call(node: Node, opaque: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    key = node.args[0]
+    if key not in opaque:
+        raise PlanError(f"the plan takes {key.split('#')[0]!r} as one op: pass opaque= as auto_parallelize was given it")
+    run = opaque[key]
+
+    def call(tensors: list[Any], states: list[Any]) -> Any:
+        return run(tensors, states)
+
+    call.__name__ = "opaque"
+    return call
 
 
 def _kernel_call(name: str, op: Callable[..., Any], info: KernelInfo) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ A value in one sharding is a *key*. Each key is made once, in the segment that f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,14 +37,23 @@ Key = tuple[Value, Sharding]
 ROOT = -1
 
 
-def lower(graph: Graph, plan: Plan, coordinates: Mapping[str, int], *, mode: str = "step", training: bool = True) -> Stage:
+def lower(
+    graph: Graph,
+    plan: Plan,
+    coordinates: Mapping[str, int],
+    *,
+    mode: str = "step",
+    training: bool = True,
+    opaque: Mapping[str, Callable[..., Any]] | None = None,
+) -> Stage:
     """The stage of the rank at ``coordinates`` (pipe, data, tensor).
 
-    ``mode`` "step" computes the loss, "forward" the model's outputs. Raises PlanError where plan and graph do not fit.
+    ``mode`` "step" computes the loss, "forward" the model's outputs. ``opaque``: what runs the submodules taken as one op
+    (``Captured.opaque``). Raises PlanError where plan and graph do not fit.
     """
     if plan.optimizer == "none":
         graph = graph.without_gradients()
-    return Lowering(graph, assign(plan, graph), coordinates, mode, training).stage()
+    return Lowering(graph, assign(plan, graph), coordinates, mode, training, opaque or {}).stage()
 
 
 class Part:
@@ -75,7 +84,16 @@ class Part:
 
 
 class Lowering:
-    def __init__(self, graph: Graph, assignment: Assignment, coordinates: Mapping[str, int], mode: str, training: bool) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        assignment: Assignment,
+        coordinates: Mapping[str, int],
+        mode: str,
+        training: bool,
+        opaque: Mapping[str, Callable[..., Any]],
+    ) -> None:
+        self.opaque = opaque
         self.graph, self.plan, self.mode, self.training = graph, assignment, mode, training
         self.axes, self.sizes = assignment.mesh.axes, assignment.mesh.sizes
         self.index, self.count = coordinates[PIPE], assignment.mesh.pipe
@@ -335,7 +353,7 @@ class Lowering:
         part = self.part_of(node)
         strategy, rule = self.plan.strategies[node.name], self.plan.rules[node.name]
         tensors = [self.obtain(part, value, strategy.inputs[i] if strategy.per_axis else ()) for i, value in enumerate(node.inputs)]
-        op = local_call(node, rule, strategy, self.axes, self.coords, self.training)
+        op = local_call(node, rule, strategy, self.axes, self.coords, self.training, self.opaque)
         args, kwargs = op.filled(tensors)
         if op.micro_first:
             args = [self.micro_in(part), *args]
@@ -366,7 +384,7 @@ class Lowering:
                     f"{node.op} ({node.module}, {node.source}) is needed summed over all micro-batches, but depends on parameters: "
                     "plan with microbatches=1"
                 )
-        nested = Lowering(self.graph, self.plan, {PIPE: 0, **self._coordinates()}, "step", self.training)
+        nested = Lowering(self.graph, self.plan, {PIPE: 0, **self._coordinates()}, "step", self.training, self.opaque)
         module, names = nested.flat(wanted)
         self.prologue_sources = {**nested.buffers, **nested.constants}
         self.prologue_keys = [k for v in wanted if (k := self.summed(v, self.everywhere(v))) is not None]
