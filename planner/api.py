@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -73,15 +74,14 @@ def auto_parallelize(
                 f"{type(model).__name__}'s output has no loss to differentiate (a scalar, .loss, ['loss'], or a scalar first element): "
                 "pass loss=, or optimizer='none' to plan inference"
             )
-        say("looking up the hardware")
-        profile = load_profile(hardware, ranks=gpus)
+        profile = load_profile(hardware, ranks=gpus, progress=lambda share, what: say(f"measuring this machine, {share:.0%}: {what}"))
         limit = float(given if given is not None else profile.memory_bytes)
         request = Request(gpus, limit, chosen, Precision(precision), pins, time_limit)
         result = search(graph, profile, request, say)
     kind: LossKind = "callable" if loss is not None else "output" if graph.loss is not None else "none"
     plan = assemble(result, graph, request, profile, type(model).__name__, kind)
     plan._loss = loss
-    if hardware is None and profile.name.startswith("cpu"):
+    if hardware is None and not torch.cuda.is_available():
         _note(f"no GPU here: planned for {gpus} local CPU process{'es' if gpus > 1 else ''} over gloo")
     for text in plan.warnings:
         warnings.warn(text, ReplicatedOpWarning, stacklevel=2)

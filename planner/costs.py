@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +23,7 @@ from cost_models import Group, HardwareProfile
 from planner.errors import ReshardError
 from planner.graph import DTYPE_BYTES, Node, Spec
 from planner.ilp.problem import QUANTITIES, Array, Q
-from planner.mesh import MICRO, Axis, Mesh
+from planner.mesh import Axis, Mesh
 from planner.reshard import Step, steps
 from planner.rules.base import MeshStrategy, Rule
 from planner.sharding import Sharding
@@ -280,14 +280,3 @@ def copies(step: Step, whole: float, ranks: int) -> tuple[float, float]:
         ("R", "I"): (0.0, whole),
         ("I", "P"): (whole, 0.0),
     }.get(pair, (0.0, 0.0))
-
-
-def micro_free(sharding: Sharding, mesh: Mesh) -> Sharding:
-    """The sharding without its type on the axis of micro-batches."""
-    position = mesh.index(MICRO)
-    return sharding if position is None else sharding[:position] + sharding[position + 1 :]
-
-
-def by_axis(mesh: Mesh, types: Mapping[str, object]) -> tuple[object, ...]:
-    """Values by axis name, in the order of the typed axes."""
-    return tuple(types[axis.name] for axis in mesh.axes)
