@@ -32,7 +32,7 @@ from runtime.fit import Loss, recapture, tensor_shapes, warn_of_differences
 from runtime.groups import check_world, home_device, start_world
 from runtime.local_op import RANDOM
 from runtime.lower import lower
-from runtime.outputs import join
+from runtime.outputs import OutputLayout, join
 from runtime.pipeline import StageRunner, infer, train
 from runtime.samples import Collate
 from runtime.scaling import LossScale
@@ -164,6 +164,7 @@ class _Own:
         shapes = tensor_shapes(self.plan.model.inputs)
         self.sizes = {name: shapes[name][dim] for name, dim in self.plan.model.batch_dims.items()}
         self.runners: dict[Form, StageRunner] = {}
+        self.output_layout = OutputLayout.of(prepared)
         self._makers: dict[tuple[int, int], dict[str, int]] = {}
         self.sync = GradientSync(self.state.held, self.ranks, (stored.stages for stored in self.state.stored.values()))
         self.scale = LossScale(self.plan.precision, self.ranks)
@@ -230,7 +231,7 @@ class _Own:
             runner.prepare(parts)
             results = infer(runner, self.ranks, self.mesh.microbatches)
             runner.doing = "sharing outputs"
-            values: dict[Value, Tensor] = join(results, self.prepared, self.outputs, training)
+            values: dict[Value, Tensor] = join(results, self.prepared, self.output_layout, self.outputs, training)
             self.update_buffers(runner)
         return rebuild(self.graph.outputs, values, self.prepared.captured.output_types)
 

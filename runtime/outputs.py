@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.assignment import Assignment, assign
-from planner.graph import Graph, Value
+from planner.assignment import assign
+from planner.graph import Node, Value
 from planner.mesh import DATA, MICRO, PIPE
+from planner.micro import propagate
 from planner.outputs import output_values
 from planner.sharding import R, Type, chunk_sizes
 from planner.torch_ops import dtype_of
@@ -19,13 +21,36 @@ from runtime.epilogue import compute, delivered, late_nodes
 from runtime.setup import Prepared
 
 
-def join(results: Sequence[tuple[Tensor, ...]], prepared: Prepared, outputs: str, training: bool) -> dict[Value, Tensor]:
+@dataclass(frozen=True)
+class OutputLayout:
+    """What a forward delivers, what is made of it after the last micro-batch, and how each value lies."""
+
+    values: tuple[Value, ...]
+    late: tuple[Node, ...]
+    wanted: frozenset[Value]
+    types: Mapping[Value, tuple[Type, Type]]
+    """Value -> its type on micro, as the plan produces it, and on data, where the batch runs through it whatever the plan chose."""
+
+    @staticmethod
+    def of(prepared: Prepared) -> OutputLayout:
+        graph, plan = prepared.captured.graph, assign(prepared.plan, prepared.captured.graph)
+        values, wanted = delivered(graph, plan), frozenset(output_values(graph.outputs))
+        micro, ranks = plan.mesh.index(MICRO), plan.mesh.data
+        natural = propagate(graph, ranks) if ranks > 1 else None
+
+        def types(value: Value) -> tuple[Type, Type]:
+            in_time = R if micro is None else plan.produced(graph, value.node, value.index)[micro]
+            return in_time, R if natural is None else natural.produced(value)
+
+        return OutputLayout(values, late_nodes(graph, plan), wanted, {value: types(value) for value in {*values, *wanted}})
+
+
+def join(
+    results: Sequence[tuple[Tensor, ...]], prepared: Prepared, layout: OutputLayout, outputs: str, training: bool
+) -> dict[Value, Tensor]:
     """``results``: per micro-batch the last stage's results (nothing on other stages). Whole tensors, or with ``outputs`` "local" this
     rank's part along the batch. Collective over the stages."""
-    graph, plan = prepared.captured.graph, assign(prepared.plan, prepared.captured.graph)
-    values, late = delivered(graph, plan), late_nodes(graph, plan)
-    wanted = set(output_values(graph.outputs))
-    types = output_types([*values, *wanted], plan, graph)
+    values, late, wanted, types = layout.values, layout.late, layout.wanted, layout.types
     made_of = {value for node in late for value in node.inputs}
     found, whole = {}, {}
     for i, value in enumerate(values):
@@ -40,10 +65,10 @@ def join(results: Sequence[tuple[Tensor, ...]], prepared: Prepared, outputs: str
     for value in wanted - found.keys():
         found[value] = whole[value]
         if outputs == "local" and types[value][1].is_split:
-            micro, data = types[value]
-            count = prepared.ranks.mesh.microbatches if micro.is_split else 1
-            cut = [own_part(whole[value], micro, count, m) if micro.is_split else whole[value] for m in range(count)]
-            found[value] = _along_micro([_own(part, data, prepared) for part in cut], micro)
+            # the rows of this rank, micro-batch after micro-batch, as in the outputs that need no other rows
+            data, count = types[value][1], prepared.ranks.mesh.microbatches
+            cut = [own_part(whole[value], data, count, m) for m in range(count)]
+            found[value] = _along_micro([_own(part, data, prepared) for part in cut], data)
     return found
 
 
@@ -70,17 +95,6 @@ def _shared(tensor: Tensor, prepared: Prepared) -> Tensor:
         tensor = tensor.contiguous() if last else torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.device)
         _broadcast(tensor, ranks.groups[PIPE], ranks.mesh.pipe - 1)
     return tensor
-
-
-def output_types(values: Sequence[Value], plan: Assignment, graph: Graph) -> Mapping[Value, tuple[Type, Type]]:
-    """Value -> (type on micro, type on data) that the plan produces it with."""
-    mesh = plan.mesh
-
-    def on(value: Value, axis: str) -> Type:
-        index = mesh.index(axis)
-        return R if index is None else plan.produced(graph, value.node, value.index)[index]
-
-    return {value: (on(value, MICRO), on(value, DATA)) for value in values}
 
 
 def _along_micro(parts: Sequence[Tensor], type_: Type) -> Tensor:
