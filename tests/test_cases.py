@@ -35,6 +35,7 @@ from cases.record import (
     sgd,
 )
 from float64 import doubled
+from harness import tree
 from random_plans import random_plan
 from simulated_run import run as simulated
 from torch import nn
@@ -44,7 +45,10 @@ from planner.blocks import segments
 from planner.errors import BatchError, InfeasibleError, PlanError, WorkerError
 from planner.inputs import bind
 from planner.mesh import Mesh
+from planner.oplines import OpLine
+from planner.outputs import rebuild
 from planner.plan import Plan
+from planner.sharding import R, S
 from planner.trace import capture
 from runtime.api import parallelize
 from runtime.launch import run_processes
@@ -187,10 +191,22 @@ def masks_on_a_rank(plan: Plan) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", case(4).EXPECT["layouts"], ids=text)
+def plan_that_splits_the_hidden_mask() -> Plan:
+    """A random plan of the case's own kind: rows over data, ``rep_mask`` whole on tensor, ``hid_mask`` split there."""
+    model, args, _ = case(4).build()
+    graph = capture(model, args, loss=loss_of(case(4))).graph
+    for seed in itertools.count():
+        plan = random_plan(graph, Mesh(data=2, tensor=2), seed)
+        rep, hid = (OpLine.parse(line).outputs[0] for part in plan.segments for line in part.ops if line.startswith("aten.dropout"))
+        if rep == (S(0), R) and hid == (S(0), S(2)):
+            return plan.model_copy(update={"model": plan.model.model_copy(update={"loss": "callable"})})
+    raise AssertionError
+
+
+@pytest.mark.parametrize("layout", [*case(4).EXPECT["layouts"], {}], ids=lambda layout: text(layout) or "hidden-split")
 def test_04_masks(layout: dict[str, int]) -> None:
     one = case(4)
-    plan = make_plan(one, layout)
+    plan = make_plan(one, layout) if layout else plan_that_splits_the_hidden_mask()
     ranks = run_processes(masks_on_a_rank, plan.world_size, (plan,), timeout_s=60, start="fork")
     model, (x,), _ = one.build()
     for rank in ranks:
@@ -375,7 +391,7 @@ def test_30_equal_bytes_from_any_process() -> None:
         subprocess.Popen(command, env=dict(os.environ, PYTHONHASHSEED=seed), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         for seed in ("1", "2")
     ]
-    first, second = (run.communicate(timeout=90)[0] for run in runs)
+    first, second = (run.communicate(timeout=200)[0] for run in runs)
     assert first == second and first
     plan = Plan.from_json(first)
     assert Plan.from_json(json.dumps(json.loads(first))) == plan
@@ -420,19 +436,21 @@ def test_30_one_process_needs_no_launcher() -> None:
 # ---------------------------------------------------------------- random plans
 
 
-RANDOM = [1, 3, 5, 7, 8, 12, 14, 17, 18, 20, 22, 30]
+MESHES = [Mesh(tensor=2), Mesh(tensor=4), Mesh(data=2, tensor=2)]
+RANDOM = [1, 3, 5, 7, 8, 12, 14, 17, 18, 20, 22, 26, 30]
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(tensor=4), Mesh(data=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("number", RANDOM)
 def test_any_legal_plan(number: int, mesh: Mesh) -> None:
-    """Every choice of shardings gives the plain model's loss and gradients, in float64; ranks are threads."""
+    """Every choice of shardings gives the plain model's loss and gradients, in float64 (26, whose dtypes are the point, in its own);
+    ranks are threads."""
     one, loss_fn = case(number), loss_of(case(number))
     model, args, kwargs = one.build()
-    args, kwargs = torch.utils._pytree.tree_map(
-        lambda t: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, (args, kwargs)
-    )
-    doubled(model)
+    tolerance = one.EXPECT["grad_tol"] if number == 26 else 1e-10
+    if number != 26:
+        args, kwargs = tree((args, kwargs), lambda t: t.double() if t.is_floating_point() else t)
+        doubled(model)
     captured = capture(model, (args, kwargs), loss=loss_fn)
     inputs = bind(captured.graph.in_spec, args, kwargs)
     plan = random_plan(captured.graph, mesh, seed=number)
@@ -441,10 +459,23 @@ def test_any_legal_plan(number: int, mesh: Mesh) -> None:
     want = loss_fn(output) if loss_fn else output
     want.backward()
     for loss in losses:
-        assert math.isclose(float(loss), float(want.detach()), rel_tol=1e-10)
+        assert math.isclose(float(loss), float(want.detach()), rel_tol=tolerance)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            assert not list(differ(name, gradients[name], parameter.grad, 1e-10))
+            assert not list(differ(name, gradients[name], parameter.grad, tolerance))
     buffers = dict(model.named_buffers())
     for name, value in mutations.items():
-        assert not list(differ(name, value, buffers[name], 1e-10))
+        assert not list(differ(name, value, buffers[name], tolerance))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_16_any_legal_plan(mesh: Mesh) -> None:
+    one = case(16)
+    model, args, _ = one.build()
+    captured = capture(model, args)
+    graph = captured.graph.without_gradients()
+    for seed in range(3):
+        plan = random_plan(graph, mesh, seed)
+        values = simulated(graph, captured.constants, plan, model, bind(graph.in_spec, args, {}), "forward", training=False)[-1]
+        with torch.no_grad():
+            assert not list(differ("output", rebuild(graph.outputs, values, captured.output_types), model(*args), one.EXPECT["tol"]))
