@@ -77,7 +77,7 @@ class _Dims:
 
     def _node(self, node: Node, rule: Rule) -> None:
         outputs = [Value(node.name, i) for i in range(len(node.outputs))]
-        for factor, size in rule.sizes:
+        for factor in rule.size:
             ins = list(_leading(node.inputs, rule.inputs, factor, rule.size, rule.ignored))
             outs = list(_leading(outputs, rule.outputs, factor, rule.size))
             found = ins + outs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planner.reshard import COLLECTIVES, steps
-from planner.sharding import S, Type, chunk_sizes, parse
+from planner.sharding import R, S, Type, chunk_sizes, parse
 from runtime.collectives import convert, local, own_part
 from runtime.simulate import simulate
 
@@ -111,7 +111,6 @@ def test_chains_over_two_axes(shape):
                 state[step.axis] = step.target
             return torch.equal(x, nested(target)(at))
 
-        R = Type("R")
         assert all(simulate({"a": 2, "b": 2}, body)), (a, b)
 
 
