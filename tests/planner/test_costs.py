@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from small_graphs import Maker, mlp, prepared, profile, workshop
 
 from planner.costs import Precision, Pricer
 from planner.fold import Fold
@@ -14,7 +15,6 @@ from planner.mesh import Mesh
 from planner.sharding import parse
 from planner.strategies import Catalogue
 from planner.tables import Builder, Options
-from tests.planner.small_graphs import Maker, mlp, prepared, profile, workshop
 
 TWO_BY_TWO = Mesh(1, 2, 2)
 BIG = Spec((4096, 4096), "float32")

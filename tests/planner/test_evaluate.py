@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
+from small_graphs import mlp, prepared, solved
 
 from planner.evaluate import evaluate, step_breakdown
 from planner.ilp.problem import QUANTITIES, Op, Problem, Q, Reading, Tensor, Times
 from planner.mesh import Mesh
-from tests.planner.small_graphs import mlp, prepared, solved
 
 
 def totals(stages: int = 1, **quantities: float | list[float]) -> np.ndarray:

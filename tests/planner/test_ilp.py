@@ -9,6 +9,7 @@ import random
 
 import numpy as np
 import pytest
+from small_graphs import mlp, prepared, random_graph, thinned
 
 from planner.blocks import segments
 from planner.errors import InputError
@@ -20,7 +21,6 @@ from planner.ilp.problem import Problem, Q
 from planner.ilp.program import Affine, Program
 from planner.ilp.solve_pulp import solve, solver_names
 from planner.mesh import Mesh
-from tests.planner.small_graphs import mlp, prepared, random_graph, thinned
 
 MESHES = [Mesh(1, 2, 1), Mesh(1, 1, 2), Mesh(1, 1, 3), Mesh(1, 2, 2), Mesh(1, 2, 1, 2), Mesh(2, 2, 1, 2), Mesh(2, 1, 2, 2)]
 PER_MESH = 30
@@ -78,8 +78,9 @@ def without_copies(problem: Problem) -> Problem:
     tensors = []
     for tensor in problem.tensors:
         convert = tensor.convert.copy()
-        convert[..., [Q["forward"], Q["backward"]]] *= 0.0
-        tensors.append(dataclasses.replace(tensor, convert=np.where(np.isnan(convert), np.inf, convert)))
+        legal = np.isfinite(convert[..., :1])
+        convert[..., [Q["forward"], Q["backward"]]] = np.where(legal, 0.0, np.inf)
+        tensors.append(dataclasses.replace(tensor, convert=convert))
     return dataclasses.replace(problem, tensors=tuple(tensors))
 
 

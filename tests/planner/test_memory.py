@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from small_graphs import Maker, mlp, prepared, profile
 
 from planner.costs import BUCKET_BYTES, Precision, Pricer
 from planner.errors import InputError
@@ -14,7 +15,6 @@ from planner.ilp.problem import Q
 from planner.memory import FSDP_BUFFERS, Optimizer, Storage, Unit, gathered_bytes, storage_cost, storages
 from planner.mesh import Mesh
 from planner.sharding import parse
-from tests.planner.small_graphs import Maker, mlp, prepared, profile
 
 FOUR_BY_TWO = Mesh(1, 4, 2)
 SPEC = Spec((1024, 1024), "float32")

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import warnings
 
+import models
 import pytest
 import torch
+from small_graphs import mlp, solved, workshop
 from torch import nn
 
 from planner import Plan, auto_parallelize
@@ -21,8 +23,6 @@ from planner.mesh import Mesh
 from planner.plan_check import check
 from planner.search import search
 from planner.trace import capture
-from tests import models
-from tests.planner.small_graphs import mlp, solved, workshop
 
 MIB = 2**20
 
