@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import planner.rules  # noqa: F401 - registers every rule
@@ -15,7 +15,8 @@ from planner.mesh import DATA, MICRO, Mesh
 from planner.oplines import OpLine
 from planner.plan import ParameterPlan, Plan, SegmentPlan
 from planner.rules.base import MeshStrategy, Rule, Strategy, one_axis, replicated, rule_of
-from planner.sharding import R, S, Sharding, parse
+from planner.rules.groups import groups_in
+from planner.sharding import R, S, Sharding, Type, parse
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,13 @@ class Assignment:
         return strategy.outputs[index] if strategy.per_axis else ()
 
 
-def axis_strategies(graph: Graph, node: Node, rule: Rule | None, ranks: int) -> tuple[Strategy, ...]:
-    """All strategies of a node over one axis of ``ranks``."""
+def axis_strategies(graph: Graph, node: Node, rule: Rule | None, ranks: int, types: Sequence[Type] = ()) -> tuple[Strategy, ...]:
+    """All strategies of a node over one axis of ``ranks``, with splits inside such groups as ``types`` (of inputs, then outputs) have."""
     grad_in = [graph.has_grad(v) for v in node.inputs]
     if rule is None:
         return (replicated(len(grad_in), grad_in, node.grad),)
-    return one_axis(rule, grad_in, node.grad, ranks, groupings(graph).get(node.name))
+    groups = groups_in(rule, types) if types else groupings(graph).get(node.name)
+    return one_axis(rule, grad_in, node.grad, ranks, groups)
 
 
 def assign(plan: Plan, graph: Graph) -> Assignment:
@@ -87,7 +89,7 @@ def _strategy(graph: Graph, node: Node, rule: Rule | None, line: OpLine, mesh: M
     chosen = []
     for position, axis in enumerate(mesh.axes):
         inputs, outputs = line.on_axis(position)
-        legal = axis_strategies(graph, node, rule, axis.size)
+        legal = axis_strategies(graph, node, rule, axis.size, (*inputs, *outputs))
         match = next((s for s in legal if s.inputs == inputs and s.outputs == outputs), None)
         if match is None:
             raise PlanError(

@@ -3,6 +3,8 @@
 An op that parts a dim (q h d) and leaves h to be split asks for a grouped split of the whole dim. The wish travels over every op that
 passes the dim on unchanged (the projection, its weight and bias, pointwise ops), by union-find over (value, dim) through the rules'
 factors. So the projection gets a strategy whose output needs no exchange before it is cut.
+
+The batch stays split where a model flattens (time batch) into one dim: as a split inside each of the groups that time makes.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from networkx.utils import UnionFind
 
 import planner.rules  # noqa: F401 - registers every rule
 from planner.blocks import classes, segments
-from planner.graph import Graph, Value
-from planner.rules.base import Dim, Rule, rule_of
+from planner.errors import BatchError
+from planner.graph import INPUT, Graph, Value
+from planner.micro import propagate
+from planner.rules.base import Dim, Rule, Strategy, rule_of
+from planner.rules.groups import groups_in
 
 MOST_GROUPS = 16
 """More parts than this are not a fused projection."""
@@ -54,7 +59,21 @@ def groupings(graph: Graph) -> Mapping[str, Mapping[str, tuple[int, ...]]]:
         for place, dim in placed:
             if dim and (wish := wanted.get(same[place])):
                 offers[name][dim[0]] |= wish
+    for name, strategy in _following_the_batch(graph).items():
+        rule, types = rules[name], strategy.inputs + strategy.outputs
+        if rule is not None and any(type_.groups > 1 for type_ in types):
+            offers[name][strategy.factor].update(groups_in(rule, types).get(strategy.factor, ()))
     return _even_out(graph, offers)
+
+
+def _following_the_batch(graph: Graph) -> Mapping[str, Strategy]:
+    """The strategies of plain data parallelism, which keep the batch split where it is flattened behind another dim."""
+    sizes = [n.outputs[0].shape[dim] for n in graph.of(INPUT) for name, dim in graph.batch_dims if name == n.target]
+    ranks = next((n for n in range(2, math.gcd(*sizes) + 1) if math.gcd(*sizes) % n == 0), 0) if sizes else 0
+    try:
+        return propagate(graph, ranks).strategies if ranks else {}
+    except BatchError:
+        return {}
 
 
 def _tensors(graph: Graph, name: str, rule: Rule) -> list[tuple[Place, Dim]]:

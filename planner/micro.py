@@ -21,6 +21,7 @@ from planner.errors import BatchError
 from planner.graph import INPUT, Graph, Node, Value
 from planner.reshard import COLLECTIVES
 from planner.rules.base import Strategy, one_axis, replicated, rule_of
+from planner.rules.groups import groups_in
 from planner.sharding import P, R, S, Type
 
 
@@ -98,23 +99,23 @@ def _choose(graph: Graph, node: Node, found: Natural, ranks: int, communicate: b
     have = [found.produced(value) for value in node.inputs]
     pure = [value.node not in graph.parameter_dependent for value in node.inputs]
     prices = {}
-    for strategy in _legal(graph, node, ranks):
+    for strategy in _legal(graph, node, have, ranks):
         if strategy.comm and not communicate:
             continue
         price = _price(have, pure, strategy, communicate)
         if price is not None:
             prices[strategy] = price
     if not prices:
-        raise _mixes(node, have, ranks)
+        raise _mixes(graph, node, have, ranks)
     return min(prices, key=lambda s: prices[s])
 
 
-def _legal(graph: Graph, node: Node, ranks: int) -> Sequence[Strategy]:
+def _legal(graph: Graph, node: Node, have: Sequence[Type], ranks: int) -> Sequence[Strategy]:
     rule = rule_of(node, [graph.spec(value) for value in node.inputs])
     grad_in = [graph.has_grad(value) for value in node.inputs]
     if rule is None:
         return (replicated(len(grad_in), grad_in, node.grad),)
-    return one_axis(rule, grad_in, node.grad, ranks)
+    return one_axis(rule, grad_in, node.grad, ranks, groups_in(rule, have))
 
 
 Price = tuple[int, ...]
@@ -145,9 +146,15 @@ def free_in_time(before: Type, after: Type, pure: bool) -> bool:
     return change in (("R", "S"), ("R", "P"), ("I", "R")) or (change in (("P", "R"), ("P", "I")) and pure)
 
 
-def _mixes(node: Node, have: Sequence[Type], ranks: int) -> BatchError:
+def _mixes(graph: Graph, node: Node, have: Sequence[Type], ranks: int) -> BatchError:
+    where = f"{node.op} in module {node.module or 'the model'!r} ({node.source or 'unknown line'})"
+    if rule_of(node, [graph.spec(value) for value in node.inputs]) is None:
+        return BatchError(
+            f"{where} has no sharding rule and so needs the whole batch, of which a micro-batch is but one of {ranks} parts; "
+            "use microbatches=1"
+        )
     types = ", ".join(map(str, have))
     return BatchError(
-        f"{node.op} in module {node.module or 'the model'!r} ({node.source or 'unknown line'}) mixes the batch: with its inputs split as "
+        f"{where} mixes the batch: with its inputs split as "
         f"({types}) over {ranks} micro-batches it would need values of all of them at once; use microbatches=1"
     )
