@@ -96,7 +96,9 @@ def grid_sampler(call: Call) -> Rule:
 
 @rule("aten.affine_grid_generator.default")
 def affine_grid(call: Call) -> Rule:
-    """``affine_grid_generator(theta [N, space, space + 1], size) -> [N, *size, space]``: its size argument is that of the whole batch."""
+    """``affine_grid_generator(theta [N, space, space + 1], size) -> [N, *size, space]``: size is ``[N, C, *size]``, C is not used."""
     args = Arguments(call, "theta")
     y = lead("y", len(call.out) - 2)
-    return args.rule({"theta": "n p q"}, text("n", y, "p"), linear=("theta",), whole=["n", "p", "q", *y])
+    size = call.arg(1, "size")
+    local = ((1, f"[n {size[1]} {' '.join(map(str, size[2:]))}]"),)
+    return args.rule({"theta": "n p q"}, text("n", y, "p"), linear=("theta",), whole=["p", "q", *y], local_args=local)
