@@ -70,11 +70,14 @@ def short(path: str) -> str:
 
 
 def module_path(stack: Mapping[str, tuple[str, Any]] | None) -> str:
-    if not stack:
+    """The innermost module, by its path in the user's model; "" for the model itself and what lies outside it (the loss)."""
+    paths = [re.sub(r"@\d+$", "", path) for path, _ in (stack or {}).values()]
+    if not paths or paths[-1] == ROOT:
         return ""
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"@\d+$", "", path)
-    return path.removeprefix(ROOT).removeprefix(".") if path == ROOT or path.startswith(ROOT + ".") else ""
+    if paths[-1].startswith(ROOT + "."):
+        return paths[-1].removeprefix(ROOT + ".")
+    # a model whose instance has a forward of its own: export names what that calls from the model on, not from the root
+    return paths[-1] if ROOT in paths else ""
 
 
 class Reader:
