@@ -153,6 +153,16 @@ def _with_number(s: Simplifier, node: Node) -> object:
     return s.keep(node)
 
 
+def _from_number(s: Simplifier, node: Node) -> object:
+    """number - x, for a scalar x, is -x and a scalar tensor: see ``_with_number``."""
+    x, other, spec = node.args[0], node.arg(1, "other"), node.outputs[0]
+    number = isinstance(other, (int, float)) and not isinstance(other, bool)
+    if not (number and isinstance(x, Value) and s.specs[x] == spec and spec.shape == () and spec.is_float):
+        return s.keep(node)
+    term = s.emit(node, "aten.mul.Tensor", (x, -node.arg(2, "alpha", 1)), (spec,))
+    return _with_number(s, replace(node, op="aten.add.Tensor", args=(term, other), kwargs=()))
+
+
 def _dropout(s: Simplifier, node: Node) -> object:
     """dropout(x, p, train): with p=0 it is nothing in either mode; with train=False it stays, so that modes can be switched."""
     return s.forward(node, node.args[0]) if node.arg(1, "p") == 0 else s.keep(node)
@@ -209,6 +219,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(CASTS, _cast),
     "broadcast_tensors": _broadcast,
     **dict.fromkeys(("add", "sub", "mul", "div"), _with_number),
+    "rsub": _from_number,
     "index": _index,
     "dropout": _dropout,
     "feature_dropout": _dropout,

@@ -133,6 +133,15 @@ def test_a_number_added_to_the_loss_counts_once() -> None:
     assert propagate_micro(graph, 2).produced(graph.loss) == P
 
 
+def test_a_loss_taken_from_a_number_counts_it_once() -> None:
+    def similarity(m: Any, x: Tensor) -> Tensor:
+        return 2 - 2 * m.a(x).sigmoid().mean()
+
+    graph = graph_of(similarity, x=FLOATS)
+    assert [node.args[1] for node in graph.of("aten.full.default")] == [2.0]
+    assert propagate_micro(graph, 2).produced(graph.loss) == P
+
+
 def test_what_no_step_needs_may_mix_the_batch() -> None:
     class Logs(nn.Module):
         def __init__(self) -> None:
