@@ -57,6 +57,8 @@ class _Cutter:
 
     def segments(self) -> list[Segment]:
         pieces = self._merged([piece for run in self._numbered(self.body, 1) for piece in run])
+        if len(pieces) == 1:
+            pieces = self._by_parameter(self.body)
         ids: dict[Hashable, int] = {}
         found = []
         for index, (name, run) in enumerate(pieces):
@@ -96,6 +98,17 @@ class _Cutter:
             deepest = max(node.module.count(".") for node in run)
             return self._between(run, level + 1) if level < deepest else [(self._name(run), run)]
         return [piece for part in pieces for piece in (self._between(part, level + 1) if len(part) > LONG else [(self._name(part), part)])]
+
+    def _by_parameter(self, run: Run) -> list[tuple[str, Run]]:
+        """A model that is one module: cut where another of its parameters is read."""
+        starts, seen = [0], set[Value]()
+        for i, node in enumerate(run):
+            new = {value for value in node.inputs if self.graph.by_name[value.node].op == PARAMETER} - seen
+            if new and seen and self._worth(run[starts[-1] : i]):
+                starts.append(i)
+            seen |= new
+        pieces = [run[a:b] for a, b in itertools.pairwise([*starts, len(run)])]
+        return [(self._name(piece), piece) for piece in pieces]
 
     def _worth(self, run: Run) -> bool:
         return any(self.graph.has_grad(Value(node.name, i)) for node in run for i in range(len(node.outputs)))

@@ -110,3 +110,19 @@ def test_pipeline_stages_can_end_inside_an_unnumbered_model() -> None:
 def test_paths() -> None:
     assert [prefix("a.0.b.1.c", depth) for depth in (1, 2, 3)] == ["a.0", "a.0.b.1", None]
     assert (pattern("a.0.b.1"), pattern("3")) == ("a.0.b.*", "*")
+
+
+class OneModule(nn.Module):
+    """Two layers whose parameters are all the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.a).tanh() @ self.b).square().mean()
+
+
+def test_a_model_of_one_module_is_cut_where_its_parameters_are_read():
+    parts = segments(capture(OneModule(), (torch.randn(2, 4),)).graph)
+    assert [len(part.nodes) for part in parts] == [2, 3]
