@@ -67,21 +67,19 @@ def check(model: Program, inputs: dict[str, torch.Tensor], captured: Captured, m
 
 
 @settings(parent=PROFILE)
-@given(instructions, st.integers(1, 6), shapes, SIZE, st.lists(st.tuples(st.sampled_from(MESHES), numbers), min_size=1, max_size=3))
+@given(instructions, st.sampled_from([4, 6, 2, 3, 1]), shapes, SIZE, st.lists(st.integers(0, 999), min_size=1, max_size=3))
 def test_any_plan_of_any_program(program, size, shape, length, plans):
     inputs = batch(size, shape, length)
     model = Program(program, inputs)
     loss = model(**inputs)[0].detach()
     assume(len(model.steps) and loss.isfinite() and abs(float(loss)) < 1e6)
-    captured = capture(model, ((), inputs))
-    for mesh, seed in plans:
-        per_rank = size // (mesh.data * mesh.microbatches)
-        if captured.graph.batch_dims and size != per_rank * mesh.data * mesh.microbatches:
-            continue
-        if len(segments(captured.graph)) < mesh.pipe or (mesh.microbatches > 1 and not captured.graph.batch_dims):
+    captured = capture(model, ((), inputs), batch_dims=dict.fromkeys(inputs, 0))
+    for number in plans:
+        mesh = MESHES[number % len(MESHES)]
+        if size % (mesh.data * mesh.microbatches) or len(segments(captured.graph)) < mesh.pipe:
             continue
         try:
-            check(model, inputs, captured, mesh, seed)
+            check(model, inputs, captured, mesh, seed=number)
             event(f"equal on {mesh}")
         except BatchError as refusal:
             assert "mixes the batch" in str(refusal)

@@ -25,7 +25,7 @@ from planner.assemble import assemble
 from planner.assignment import assign
 from planner.candidates import Pins
 from planner.costs import Precision
-from planner.errors import BatchError, CaptureError
+from planner.errors import BatchError, CaptureError, InfeasibleError
 from planner.graph import Graph
 from planner.inputs import bind
 from planner.memory import Optimizer
@@ -36,7 +36,8 @@ from planner.trace import Captured, capture
 from runtime.launch import run_processes
 
 BATCH = 4
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""By the least precise dtype that a model computes with."""
 FLOOR = {torch.float64: 1e-5, torch.float32: 1e-3}
 """A gradient is compared with its own norm, or with this share of the norm of all gradients where that is more: a gradient that is zero
 but for rounding has no relative error."""
@@ -112,6 +113,12 @@ class Subject:
     def graph(self) -> Graph:
         return self.captured.graph
 
+    @property
+    def tolerance(self) -> float:
+        used = {spec.dtype for node in self.graph.nodes for spec in node.outputs}
+        low = [TOLERANCE[dtype] for dtype in (torch.bfloat16, torch.float16) if str(dtype).removeprefix("torch.") in used]
+        return max([TOLERANCE[self.dtype], *low])
+
 
 def build(entry: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     model, kwargs = entry.build(), entry.inputs(BATCH)
@@ -158,7 +165,7 @@ def simulated_errors(subject: Subject, plan: Plan) -> Iterator[tuple[float, str]
         got = gradients.get(name, torch.zeros_like(gradient))
         yield error(got, gradient, FLOOR[subject.dtype] * total), f"gradient of {name}"
     for name in gradients.keys() - known.keys():
-        yield float(gradients[name].abs().max()), f"gradient of {name}, which has none"
+        yield float(gradients[name].norm()), f"gradient of {name}, which has none"
     for name, value in mutated.items():
         if name in want.state:
             yield error(value, want.state[name], 1e-9), f"buffer {name}"
@@ -193,12 +200,13 @@ def check(subject: Subject, entry: Any, layout: str, simulate: bool = True, time
     dtype = str(subject.dtype).removeprefix("torch.")
     try:
         plan = make_plan(subject, layout)
-    except BatchError as refusal:
+    except (BatchError, InfeasibleError) as refusal:
+        # infeasible: a model that cannot be cut in as many stages
         return Outcome("refused", str(refusal), dtype, seconds=time.perf_counter() - started)
     planning = time.perf_counter() - started
     is_random = isinstance(LAYOUTS[layout], Mesh)
     found = simulated_errors(subject, plan) if simulate or is_random else real_errors(subject, entry, plan, timeout_s)
-    bad = sorted(((e, what) for e, what in found if not e <= TOLERANCE[subject.dtype]), reverse=True)
+    bad = sorted(((e, what) for e, what in found if not e <= subject.tolerance), reverse=True)
     share = replicated_share(plan, subject.graph)
     status = "random" if subject.random else "FAILED" if bad else "equal"
     detail = "; ".join(f"{what}: {e:.2g}" for e, what in bad[:3]) if status == "FAILED" else str(plan.mesh.mesh())
