@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
-import uuid
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset
 from torchrun import MARK, command, gone, marked, run
 
 ADDRESSES, CABLE, PORT = ("10.77.0.1", "10.77.0.2"), "cable", 29511
+NAMESPACES, PREFIX = Path("/var/run/netns"), "shardwright-"
 STEPS, BATCH = 3, 8
 
 SCRIPT = """
@@ -82,7 +83,9 @@ def nodes() -> Iterator[tuple[str, str]]:
     """Names of two namespaces that can reach each other and nothing else."""
     if shutil.which("ip") is None:
         pytest.skip("no `ip` here (iproute2): two nodes cannot be made")
-    names = tuple(f"shardwright-{uuid.uuid4().hex[:8]}-{node}" for node in "ab")
+    delete_orphans()
+    names = tuple(f"{PREFIX}{os.getpid()}-{node}" for node in "ab")
+    before = signal.signal(signal.SIGTERM, interrupted)
     try:
         try:
             for name in names:
@@ -97,12 +100,35 @@ def nodes() -> Iterator[tuple[str, str]]:
         yield names[0], names[1]
     finally:
         for name in names:
-            with contextlib.suppress(OSError):
-                for pid in ip("netns", "pids", name).split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
-                ip("netns", "delete", name)
-        assert not any(Path("/var/run/netns", name).exists() for name in names)
+            delete(name)
+        signal.signal(signal.SIGTERM, before)
+        assert not any((NAMESPACES / name).exists() for name in names)
+
+
+def interrupted(*_: Any) -> None:
+    """A test run that is told to end cleans up first."""
+    raise KeyboardInterrupt("SIGTERM")
+
+
+def delete_orphans() -> None:
+    """Namespaces of test runs that were killed outright: their names tell the process."""
+    for path in NAMESPACES.glob(f"{PREFIX}*"):
+        if not Path("/proc", path.name.removeprefix(PREFIX).split("-")[0]).exists():
+            delete(path.name)
+
+
+def delete(name: str) -> None:
+    """A namespace and what runs in it. Either command fails now and then where other processes come and go: neither waits for the other."""
+    for _ in range(20):
+        with contextlib.suppress(OSError):
+            for pid in ip("netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            ip("netns", "delete", name)
+        if not (NAMESPACES / name).exists():
+            return
+        time.sleep(0.2)
 
 
 def on_node(name: str, node: int, processes: int, script: Path) -> list[str]:
@@ -134,7 +160,7 @@ def test_two_nodes_equal_one_process(nodes: tuple[str, str], processes: int, lay
     script.write_text(SCRIPT)
     before = [received_bytes(name) for name in nodes]
     with marked(GLOO_SOCKET_IFNAME=CABLE) as environment:
-        run([on_node(name, node, processes, script) for node, name in enumerate(nodes)], environment, tmp_path, timeout_s=150)
+        run([on_node(name, node, processes, script) for node, name in enumerate(nodes)], environment, tmp_path, timeout_s=200)
         assert gone(environment[MARK])
     for name, earlier in zip(nodes, before):
         assert received_bytes(name) - earlier > 10_000, "the nodes did not talk over the cable"
@@ -169,6 +195,6 @@ def test_a_node_that_dies_ends_the_other(nodes: tuple[str, str], tmp_path: Path)
     script.write_text(SCRIPT.replace("losses.append(", "os.environ['RANK'] == '1' and len(losses) and os._exit(7)\n    losses.append("))
     with marked(GLOO_SOCKET_IFNAME=CABLE) as environment:
         with pytest.raises(AssertionError, match=r"exit codes \[1, 1\]") as raised:
-            run([on_node(name, node, 1, script) for node, name in enumerate(nodes)], environment, tmp_path, timeout_s=150)
+            run([on_node(name, node, 1, script) for node, name in enumerate(nodes)], environment, tmp_path, timeout_s=200)
         assert "WorkerError" in str(raised.value) and "rank 0 (pipe 0, data 0, tensor 0)" in str(raised.value)
         assert gone(environment[MARK])

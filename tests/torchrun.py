@@ -72,5 +72,10 @@ def run(commands: Sequence[Sequence[str]], environment: Mapping[str, str], folde
                     os.kill(pid, signal.SIGKILL)
         codes = [process.wait() for process in started]
     outputs = [log.read_text() for log in logs]
-    assert not any(codes), f"{late}exit codes {codes}\n" + "\n----\n".join(text[-4000:] for text in outputs)
+    assert not any(codes), f"{late}exit codes {codes}\n" + "\n----\n".join(shortened(text) for text in outputs)
     return outputs
+
+
+def shortened(text: str, start: int = 5000, end: int = 2500) -> str:
+    """The workers' own words come first, torchrun's summary last."""
+    return text if len(text) <= start + end else f"{text[:start]}\n[...]\n{text[-end:]}"
