@@ -99,11 +99,15 @@ def test_joining_views_loses_nothing_but_copies(mesh: Mesh) -> None:
     assert joined > 10
 
 
-def test_joining_pointwise_ops_costs_little() -> None:
-    for seed in range(12):
+def test_what_joining_gives_up() -> None:
+    """Joining restricts the problem, and never to something better. What it gives up on 60 toys, where one copy is a tenth of a step:
+    18 % at most, and all but 1.3 % of that is copies. (On the models of tests/models.py it was 0.03 % at most.)"""
+    for seed in range(60):
         problem = prepared(random_graph(seed), Mesh(1, 1, 2)).tables.problem
         exact, joined = optimum(trivial(problem)), optimum(contract(problem))
         assert exact * (1 - CLOSE) <= joined <= exact * 1.2, f"seed {seed}"
+        bare = without_copies(problem)
+        assert optimum(contract(bare)) <= optimum(trivial(bare)) * 1.02, f"seed {seed} without copies"
 
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 4, 1), Mesh(1, 2, 2), Mesh(2, 1, 2, 4)], ids=str)
