@@ -5,8 +5,8 @@
 * A view that is the only reader of its tensor is joined to the producer: conversions happen after it, with the same communication.
 * A parameter with one storage for every type that its only reader wants is joined to the reader.
 
-Joining views and pointwise ops is a restriction, not a proof: the bound of a solution speaks of the joined problem. tests/planner/test_ilp.py
-(``test_what_joining_gives_up``) measures what it costs against the problem with every op on its own (``trivial``).
+Joining views and pointwise ops is a restriction, not a proof: the bound of a solution speaks of the joined problem.
+``test_what_joining_gives_up`` (tests/planner/test_ilp.py) measures what it costs against every op on its own (``trivial``).
 
 A joined *cluster* has as strategies the combinations in which the tensors between its members fit. Of combinations that look alike from
 outside, those that another beats in every quantity are dropped. ``Contraction.expand`` takes a choice of clusters back to one of ops.
