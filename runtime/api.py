@@ -29,7 +29,7 @@ from runtime.batching import Batch, Parts, cut, expected_spec
 from runtime.clip import clip_gradients
 from runtime.data import BatchLoader, dataloader
 from runtime.fit import Loss, recapture, tensor_shapes, warn_of_differences
-from runtime.groups import check_world, home_device, start_world
+from runtime.groups import check_same_plan, check_world, home_device, start_world
 from runtime.local_op import RANDOM
 from runtime.lower import lower
 from runtime.outputs import OutputLayout, join
@@ -61,7 +61,7 @@ def parallelize(
     neither). ``timeout_s``: limit of every wait.
 
     Raises PlanError, before any process group work, where the number of processes, the model, its shapes or the loss are not the
-    planned ones.
+    planned ones, or where ranks were given different plans.
     """
     for name, value, known in (("batch", batch, ("global", "local")), ("outputs", outputs, ("global", "local"))):
         if value not in known:
@@ -70,6 +70,7 @@ def parallelize(
     captured = recapture(model, plan, loss, opaque)
     device = home_device(any(p.is_cuda for p in model.parameters()))
     start_world(plan.world_size, timeout_s, device)
+    check_same_plan(plan.to_json())
     warn_of_differences(plan, device, dist.get_rank() if dist.is_initialized() else 0)
     return ParallelModule(prepare(model, plan, captured, device, timeout_s, compile), model, batch, outputs, compile)
 

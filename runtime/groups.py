@@ -9,6 +9,7 @@ Every group has the same time limit, so no wait is endless; an error names the c
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -204,6 +205,22 @@ def start_world(world_size: int, timeout_s: float, device: torch.device) -> None
     if not dist.is_initialized() and world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def check_same_plan(plan_json: str) -> None:
+    """Raises PlanError, on every rank, where ranks were given different plans (each planned for itself, say): they would wait for
+    each other for ever."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = hashlib.sha256(plan_json.encode()).hexdigest()[:12]
+    found: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    if len(set(found)) > 1:
+        other = next(rank for rank, digest in enumerate(found) if digest != found[0])
+        raise PlanError(
+            f"rank 0 was given plan {found[0]}, rank {other} plan {found[other]}: plan on one rank and give all ranks its plan "
+            "(a plan file, or torch.distributed.broadcast_object_list)"
+        )
 
 
 def home_device(uses_cuda: bool) -> torch.device:
