@@ -28,12 +28,13 @@ from planner.batch import infer_batch_dims
 from planner.compat import fake_cpu
 from planner.errors import CaptureError, InputError
 from planner.functionalize import functionalize
-from planner.graph import CONSTANT, INPUT, PARAMETER, Arg, Graph, Node, Spec, Value
+from planner.graph import CONSTANT, INPUT, PARAMETER, Arg, Graph, Node, Spec, Value, map_values, values_of
 from planner.inputs import build, describe, normalise
 from planner.opaque import Hidden, OpaqueCall, hide
 from planner.outputs import encode, find_loss, map_outputs, output_values
 from planner.torch_ops import spec_of
 from planner.trace_context import moved, quiet, watch_functions, without_cache
+from planner.trace_experts import unsort_experts
 from planner.trace_read import ROOT, Raw, Reader, is_library, short
 from planner.trace_simplify import Simplifier
 from planner.trace_sources import Sources, model_sources, placeholders_of
@@ -119,6 +120,9 @@ def _finish(
     state.run(functional.nodes)
     results = [state.map(item) for item in functional.outputs]
     mutated = {name: state.map(value) for name, value in functional.mutations}
+    state.nodes, gone = unsort_experts(state.nodes, [*values_of(tuple(results)), *mutated.values()])
+    results = [map_values(item, lambda v: gone.get(v, v)) for item in results]
+    mutated = {name: gone.get(value, value) for name, value in mutated.items()}
     mutated |= {sources.canonical(name): results[i] for name, i in found.mutated.items()}
     encoding = map_outputs(found.encoding, lambda v: results[v.index])
     loss = results[found.loss] if found.loss is not None else None

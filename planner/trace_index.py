@@ -54,10 +54,10 @@ def _counts(index: Value, size: int, producer: Producer) -> int | None:
     node = producer(index)
     while not node.is_source and node.op.split(".")[1] in _SAME_ORDER:
         node = producer(node.args[0])
-    return long[0] if _from_zero(node) else None
+    return long[0] if from_zero(node) else None
 
 
-def _from_zero(node: Node) -> bool:
+def from_zero(node: Node) -> bool:
     name, _, overload = node.op.removeprefix("aten.").partition(".")
     if name != "arange" or any(key in ("start", "step") for key, _ in node.kwargs):
         return False

@@ -64,3 +64,39 @@ def index(x: Tensor, indices: Sequence[Tensor | None], aligned: Sequence[tuple[i
         shape[int(position)] = x.shape[int(dim)]
         full[int(dim)] = torch.arange(x.shape[int(dim)], device=x.device).view(shape)
     return torch.ops.aten.index.Tensor(x, full)
+
+
+@op("shard.expert_mm")
+def expert_mm(rows: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    """``rows [R, K]`` times the weight of each row's expert: ``weight [E, K, N]``, ``expert int[R]`` -> ``[R, N]``; zero for rows of
+    experts outside 0 ... E - 1."""
+    experts = weight.shape[0]
+    foreign = (expert < 0) | (expert >= experts)
+    key = expert.masked_fill(foreign, experts)
+    order = key.argsort(stable=True)
+    place, others = order.argsort(), foreign[order][:, None]
+    ends = torch.searchsorted(key[order], torch.arange(experts, device=key.device, dtype=key.dtype), right=True).to(torch.int32)
+    product = _grouped_product(rows[order].masked_fill(others, 0), weight, ends)
+    return product.masked_fill(others, 0)[place]
+
+
+GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNMENT_BYTES = 16
+"""Rows of the operands of ``grouped_mm`` start at multiples of this."""
+
+
+def _grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows ``ends[e - 1] : ends[e]`` times the weight of expert e; what rows behind the last one give is not defined."""
+    if rows.dtype not in GROUPED_DTYPES:
+        starts = [0, *ends.tolist()]
+        parts = [rows[a:b] @ w for a, b, w in zip(starts, starts[1:], weight)]
+        return torch.cat([*parts, rows.new_zeros(rows.shape[0] - starts[-1], weight.shape[2])])
+    width = weight.shape[2]
+    return F.grouped_mm(aligned(rows, (1,)), aligned(weight, (1, 2)), offs=ends)[:, :width]
+
+
+def aligned(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Zeros behind ``dims``, up to the alignment."""
+    unit = ALIGNMENT_BYTES // x.element_size()
+    missing = [-x.shape[d] % unit if d in dims else 0 for d in reversed(range(x.dim()))]
+    return F.pad(x, [n for amount in missing for n in (0, amount)]) if any(missing) else x

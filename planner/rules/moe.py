@@ -34,3 +34,22 @@ def grouped_mm(call: Call) -> Rule | None:
         flops_per_point=2.0 / args.shape("weight")[0],
         extra=tuple(extra),
     )
+
+
+@rule("shard.expert_mm")
+def expert_mm(call: Call) -> Rule:
+    """``expert_mm(rows [R, K], weight [E, K, N], expert [R])``: every row by itself times the weight of its expert.
+
+    Split experts run the kernel ``expert_mm``: every rank makes the rows of its experts, zero for the others: a pending sum.
+    """
+    args = Arguments(call, "rows weight expert")
+    return args.rule(
+        {"rows": "t k", "weight": "e k n", "expert": "t"},
+        "t n",
+        linear=("rows weight",),
+        whole=["e"],
+        saves=("rows", "weight", "expert"),
+        kind="matmul",
+        flops_per_point=2.0 / args.shape("weight")[0],
+        extra=(args.extra({"weight": S(0)}, (P,), "e", "expert_mm"),),
+    )

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.kernels.base import KernelInfo, kernel
-
-ALIGNMENT_BYTES = 16
-"""Rows of the operands of ``aten._grouped_mm`` start at multiples of this."""
+from runtime.ops import aligned
 
 
 @kernel("grouped_mm")
@@ -27,7 +24,7 @@ def grouped_mm(op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], 
     rest = {"out_dtype": given["out_dtype"]} if given.get("out_dtype") is not None else {}
     width = weight.shape[2]
     if info.op == "aten._grouped_mm.default":
-        rows, weight = _padded(rows, (1,)), _padded(weight, (1, 2))
+        rows, weight = aligned(rows, (1,)), aligned(weight, (1, 2))
     if weight.shape[0] == info.sizes["e"]:
         return op(rows, weight, offs, **rest)[:, :width]
     start, count = info.start("e"), weight.shape[0]
@@ -38,8 +35,8 @@ def grouped_mm(op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], 
     return op(rows.masked_fill(others, 0), weight, ends, **rest).masked_fill(others, 0)[:, :width]
 
 
-def _padded(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Zeros behind ``dims``, up to the alignment."""
-    unit = ALIGNMENT_BYTES // x.element_size()
-    missing = [-x.shape[d] % unit if d in dims else 0 for d in reversed(range(x.dim()))]
-    return F.pad(x, [n for amount in missing for n in (0, amount)]) if any(missing) else x
+@kernel("expert_mm")
+def expert_mm(op: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], info: KernelInfo) -> Tensor:
+    """``shard.expert_mm(rows [R, K], weight [E local, K, N], expert [R])``: rows of the local experts, zero elsewhere. A pending sum."""
+    rows, weight, expert = args
+    return op(rows, weight, expert - info.start("e"))

@@ -24,6 +24,9 @@ samples(
 )
 samples("transformers.grouped_mm_fallback.default", (f(12, 6), f(4, 6, 8), ends(2, 2, 9, 12)), mesh=True)
 samples("aten._grouped_mm.default", (single(16, 16), single(6, 16, 16), ends(2, 2, 5, 9, 10, 16)), mesh=True)
+samples("shard.expert_mm", (f(7, 5), f(6, 5, 4), given(0, 5, 2, 2, 0, 4, 5)), (f(8, 5), f(5, 5, 6), given(4, 4, 0, 1, 1, 1, 3, 0)))
+samples("shard.expert_mm", (f(8, 6), f(4, 6, 8), given(3, 0, 1, 1, 0, 3, 3, 1)), mesh=True)
+samples("shard.expert_mm", (single(12, 5), single(4, 5, 6), given(3, 0, 1, 1, 0, 3, 3, 1, 0, 0, 3, 1)))
 
 
 @pytest.mark.parametrize("op", ops_here(BEFORE))
