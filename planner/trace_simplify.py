@@ -163,6 +163,17 @@ def _from_number(s: Simplifier, node: Node) -> object:
     return _with_number(s, replace(node, op="aten.add.Tensor", args=(term, other), kwargs=()))
 
 
+def _repeat_interleave(s: Simplifier, node: Node) -> object:
+    """``output_size`` only tells what is known; without ``dim`` the tensor is flat."""
+    if node.op != "aten.repeat_interleave.self_int":
+        return s.keep(node)
+    x, repeats, dim = node.args[0], node.arg(1, "repeats"), node.arg(2, "dim")
+    if dim is None:
+        spec = s.specs[x]
+        x, dim = s.emit(node, "aten.reshape.default", (x, (spec.numel,)), (Spec((spec.numel,), spec.dtype),)), 0
+    return s.keep(replace(node, args=(x, repeats, dim), kwargs=()))
+
+
 def _dropout(s: Simplifier, node: Node) -> object:
     """dropout(x, p, train): with p=0 it is nothing in either mode; with train=False it stays, so that modes can be switched."""
     return s.forward(node, node.args[0]) if node.arg(1, "p") == 0 else s.keep(node)
@@ -220,6 +231,7 @@ HANDLERS: dict[str, Handler] = {
     "broadcast_tensors": _broadcast,
     **dict.fromkeys(("add", "sub", "mul", "div"), _with_number),
     "rsub": _from_number,
+    "repeat_interleave": _repeat_interleave,
     "index": _index,
     "dropout": _dropout,
     "feature_dropout": _dropout,

@@ -128,7 +128,7 @@ def build(entry: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     return model, kwargs
 
 
-def make_plan(subject: Subject, layout: str, time_limit: float = 30.0) -> Plan:
+def make_plan(subject: Subject, layout: str, time_limit: float = 60.0) -> Plan:
     wanted = LAYOUTS[layout]
     if isinstance(wanted, Mesh):
         return random_plan(subject.graph, wanted, seed=0)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from planner.graph import BUFFER, PARAMETER
 from planner.inputs import inputs_from_spec
+from planner.rules.base import rule_of
 from planner.trace import capture
 
 
@@ -170,3 +171,22 @@ def test_text_names_the_line_and_the_module() -> None:
     assert linear.module == "layers.1"
     assert linear.source.startswith("tests/models.py:") or linear.source.startswith("modules/linear.py:")
     assert graph.of("aten.gelu.default")[0].source.startswith("tests/models.py:")
+
+
+class Repeats(nn.Module):
+    """As state-space models repeat their groups, and as masks are repeated flat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x).repeat_interleave(3, dim=1, output_size=3 * x.shape[1])
+        return (y.square().mean(-1).repeat_interleave(2) * 0.5).sum()
+
+
+def test_repeats_have_a_rule_in_every_form() -> None:
+    graph = assert_same(Repeats().double(), (torch.randn(2, 3, 4, dtype=torch.float64),))
+    repeats = graph.of("aten.repeat_interleave.self_int")
+    assert len(repeats) == 2
+    assert all(rule_of(node, [graph.spec(v) for v in node.inputs]) is not None for node in repeats)
