@@ -13,8 +13,8 @@ torch.set_num_threads(1)
 
 # for tests/test_properties.py; here because --hypothesis-profile is read before any test module
 SLOW = dict(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-settings.register_profile("short", max_examples=20, derandomize=True, database=None, **SLOW)  # type: ignore[arg-type]
-settings.register_profile("long", max_examples=250, **SLOW)  # type: ignore[arg-type]
+settings.register_profile("short", max_examples=30, derandomize=True, database=None, **SLOW)  # type: ignore[arg-type]
+settings.register_profile("long", max_examples=400, **SLOW)  # type: ignore[arg-type]
 
 
 class Pool:
