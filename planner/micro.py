@@ -8,13 +8,14 @@ Conversions along ``micro``::
     R -> S(d)   the micro-batch's own slice
     R -> P      the value in the first micro-batch, zero in the others
     I -> R      nothing
-    P -> R      only of what no parameter or buffer has touched (a count of valid labels): summed over all micro-batches up front
+    P -> R      only of what no parameter or buffer has touched (a count of valid labels): summed over all micro-batches up front, in
+                one round: a total cannot depend on another total
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import planner.rules  # noqa: F401 - registers every rule
 from planner.errors import BatchError
@@ -31,6 +32,9 @@ class Natural:
 
     strategies: dict[str, Strategy]
     sources: dict[str, Type]
+    late: set[str] = field(default_factory=set)
+    """Along ``micro``: nodes that no parameter touches and that need a total over all micro-batches. Totals are summed in one round, so
+    what is late is itself never totalled."""
 
     def produced(self, value: Value) -> Type:
         if value.node in self.sources:
@@ -97,17 +101,29 @@ def _needed_by_step(graph: Graph) -> set[str]:
 
 def _choose(graph: Graph, node: Node, found: Natural, ranks: int, communicate: bool) -> Strategy:
     have = [found.produced(value) for value in node.inputs]
-    pure = [value.node not in graph.parameter_dependent for value in node.inputs]
+    late = any(value.node in found.late for value in node.inputs)
+    pure = [value.node not in graph.parameter_dependent and value.node not in found.late for value in node.inputs]
+    by_itself = not communicate and node.name not in graph.parameter_dependent
     prices = {}
     for strategy in _legal(graph, node, have, ranks):
         if strategy.comm and not communicate:
             continue
         price = _price(have, pure, strategy, communicate)
         if price is not None:
-            prices[strategy] = price
+            # a late value that is pending could not be totalled: rather total its terms
+            pending = by_itself and P in strategy.outputs and (late or _totals(have, strategy))
+            prices[strategy] = (pending, *price)
     if not prices:
         raise _mixes(graph, node, have, ranks)
-    return min(prices, key=lambda s: prices[s])
+    chosen = min(prices, key=lambda s: prices[s])
+    if by_itself and (late or _totals(have, chosen)):
+        found.late.add(node.name)
+    return chosen
+
+
+def _totals(have: Sequence[Type], strategy: Strategy) -> bool:
+    """True if an input that is pending is needed whole."""
+    return any(before == P and after != P for before, after in zip(have, strategy.inputs))
 
 
 def _legal(graph: Graph, node: Node, have: Sequence[Type], ranks: int) -> Sequence[Strategy]:

@@ -6,7 +6,6 @@ arguments), and ``loss_of(output)``. Used by benchmarks/zoo.py and tests/test_zo
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -88,21 +87,15 @@ class Subject:
 
     @staticmethod
     def _of(entry: Any, loss_of: Callable[[Any], Tensor], dtype: torch.dtype) -> Subject:
-        model, kwargs = build(entry, dtype)
-        state = copy.deepcopy(model.state_dict())
-        buffers = {name: b.clone() for name, b in model.named_buffers()}
         runs = []
         for seed in (0, 1):
+            model, kwargs = build(entry, dtype)
             torch.manual_seed(seed)
-            model.zero_grad(set_to_none=True)
             loss = loss_of(model(**kwargs))
             loss.backward()
             gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-            runs.append((loss.detach(), gradients, {n: b.clone() for n, b in model.named_buffers()}))
-            model.load_state_dict(state)
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-        model.zero_grad(set_to_none=True)
+            runs.append((loss.detach(), gradients, dict(model.named_buffers())))
+        model, kwargs = build(entry, dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             captured = capture(model, ((), kwargs), loss=loss_of)

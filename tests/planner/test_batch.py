@@ -184,3 +184,25 @@ def test_no_batch_at_all() -> None:
 
     with pytest.raises(BatchError, match="no input has a batch dim"):
         propagate_micro(graph_of(alone, {"x": None}, x=FLOATS), 2)
+
+
+def test_a_total_of_totals_is_made_of_totals() -> None:
+    """A mean of the inputs that scales them: sum and count are totalled, not their quotient, which another total would wait for."""
+
+    def scaled(m: Any, x: Tensor) -> Tensor:
+        mean = x.abs().sum(0) / (x > 0).sum(0).clamp(min=1)
+        return (m.a(x / mean.sum())).pow(2).sum()
+
+    graph = graph_of(scaled, x=FLOATS)
+    natural = propagate_micro(graph, 2)
+    (quotient,) = [node for node in graph.of("aten.div.Tensor") if node.outputs[0].shape == FLOATS.shape[1:]]
+    assert natural.strategies[quotient.name].outputs == (R,)
+
+
+def test_a_total_that_waits_for_a_total_is_refused() -> None:
+    def whitened(m: Any, x: Tensor) -> Tensor:
+        spread = (x - x.mean(0)).pow(2).sum(0)
+        return m.a(x / (spread + 1)).pow(2).sum()
+
+    with pytest.raises(BatchError, match=r"mixes the batch"):
+        propagate_micro(graph_of(whitened, x=FLOATS), 2)
