@@ -40,7 +40,11 @@ def aligned(node: Node, producer: Producer) -> Aligned | None:
             pairs.append((dim, rank - len(_shape(index, producer)) + place))
             left[dim] = None
     rest = [index for index in left if index is not None]
-    if not pairs or (not rest and max(position for _, position in pairs) + 1 != rank):
+    if pairs and not rest and max(position for _, position in pairs) + 1 != rank:
+        # nothing would tell of the dims of size 1 at the end: the last index stays one
+        last, _ = pairs.pop()
+        left[last] = indices[last]
+    if not pairs:
         return None
     return Aligned(tuple(left), tuple(pairs), rank)
 

@@ -154,14 +154,15 @@ class Indexing(nn.Module):
         rows = torch.arange(x.shape[0])
         picked = x[rows, at]
         pairs = mask[rows[:, None, None], torch.arange(mask.shape[1])[None, :, None], at[:1]]
-        return picked.sum() + (pairs * 2.0).sum() + x[at, rows].sum() + mask[rows[:, None], at].sum()
+        ends = mask[..., 0][rows[:, None, None, None], torch.arange(mask.shape[1])[None, None, :, None]]
+        return picked.sum() + (pairs * 2.0).sum() + x[at, rows].sum() + mask[rows[:, None], at].sum() + ends.pow(2).sum()
 
 
 def test_rows_that_run_along() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6, 3, dtype=torch.float64)
     graph = assert_same(Indexing(), ((x, torch.tensor([1, 0, 3, 2]), torch.randn(4, 6, 5, dtype=torch.float64)), {}))
-    assert [node.args[2] for node in graph.of("shard.index")] == [((0, 0),), ((0, 0), (1, 1)), ((0, 0),)]
+    assert [node.args[2] for node in graph.of("shard.index")] == [((0, 0),), ((0, 0), (1, 1)), ((0, 0),), ((0, 0),)]
 
 
 def test_text_names_the_line_and_the_module() -> None:
