@@ -120,7 +120,10 @@ def _finish(
     state.run(functional.nodes)
     results = [state.map(item) for item in functional.outputs]
     mutated = {name: state.map(value) for name, value in functional.mutations}
-    state.nodes, gone = unsort_experts(state.nodes, [*values_of(tuple(results)), *mutated.values()])
+    everything = [*values_of(tuple(results)), *mutated.values()]
+    nodes = passes.live(state.nodes, everything)
+    passes.check_static(nodes, raw.dynamic)
+    nodes, gone = unsort_experts(nodes, everything)
     results = [map_values(item, lambda v: gone.get(v, v)) for item in results]
     mutated = {name: gone.get(value, value) for name, value in mutated.items()}
     mutated |= {sources.canonical(name): results[i] for name, i in found.mutated.items()}
@@ -128,8 +131,7 @@ def _finish(
     loss = results[found.loss] if found.loss is not None else None
     wanted = [*output_values(encoding), *mutated.values(), *([loss] if loss is not None else [])]
 
-    nodes = passes.mark_gradients(passes.live(state.nodes, wanted))
-    passes.check_static(nodes, raw.dynamic)
+    nodes = passes.mark_gradients(passes.live(nodes, wanted))
     nodes, first = passes.drop_idle_detach(nodes)
     wanted = [first.get(value, value) for value in wanted]
     nodes, second = passes.rename(passes.live(nodes, wanted))

@@ -162,6 +162,8 @@ def norm(pick: Pick, x: Tensor) -> Made:
     if x.dim() < 2:
         return None
     kind = pick(3)
+    if x.numel() == x.shape[1]:
+        return None  # one value per channel has no spread
     if kind == 0 or x.dim() < 3:
         last = x.shape[-1:]
         return [last, last], lambda p, x: F.layer_norm(x, last, p[0], p[1])

@@ -215,11 +215,18 @@ def outcomes(
     except CaptureError as refusal:
         yield from ((layout, Outcome("refused", str(refusal))) for layout in layouts)
         return
+    except Exception as failure:
+        yield from ((layout, failed(failure)) for layout in layouts)
+        return
     for layout in layouts:
         try:
             yield layout, check(subject, entry, layout, **options)
         except Exception as failure:
-            yield layout, Outcome("FAILED", f"{type(failure).__name__} at {_place(failure)}: {failure}")
+            yield layout, failed(failure)
+
+
+def failed(failure: Exception) -> Outcome:
+    return Outcome("FAILED", f"{type(failure).__name__} at {_place(failure)}: {failure}")
 
 
 def _place(failure: BaseException) -> str:
